@@ -36,7 +36,7 @@ class Component:
     elements. The last block may have fewer elements. The name of such a component ends with ``_scales``."""
 
     def num_values(self, num_elements: int) -> int:
-        """Return the number of values in a range of ``num_elements`` elements that starts with a new block."""
+        """Return the component's number of values for ``num_elements`` elements that begin at the start of a block."""
         if not self.per_element:
             return int(num_elements > 0)
         return -(-num_elements // SCALE_BLOCK_ELEMENTS) if self.per_block else num_elements

@@ -73,7 +73,7 @@ def main(config: JobConfig, environment: RankEnvironment, run_rank: RunRank | No
 
 @dataclass
 class _Rank:
-    """Runs one rank and computes its exit code."""
+    """Runs one rank of the job in this process when called, and returns the exit code of the process."""
 
     config: JobConfig
     environment: RankEnvironment

@@ -77,12 +77,12 @@ def plan_save(strategy: Any, shards: dict[str, Any], directory: Any) -> None:
 
 
 def balancing_token_count(num_tokens: int, num_shares: int) -> int:
-    """Return the token count for ``TopKRouter.attach_and_log_load_balancing_loss`` that gives a balancing loss the
-    weight ``num_tokens * num_shares``. From 0.19, Megatron multiplies the count by the number of shares.
+    """Return the token count to pass to ``TopKRouter.attach_and_log_load_balancing_loss``, so that a balancing loss has
+    the weight ``num_tokens * num_shares``. From 0.19, Megatron itself multiplies the count by the number of shares.
 
     Args:
         num_tokens: tokens of a microbatch on this rank.
-        num_shares: tensor- and context-parallel ranks, which share the tokens of a microbatch.
+        num_shares: number of tensor- and context-parallel ranks that share the tokens of a microbatch.
     """
     return num_tokens if _HAS_0_19 else num_tokens * num_shares
 

@@ -53,7 +53,7 @@ MAX_ROUNDS = 64
 """Largest number of rounds in which tokens move between ranks, to limit the computing time. The result of the last
 round is used even if a load is above the limit."""
 RESOLUTION = 2**16
-"""Largest mean load of a rank to which ``least_load`` scales loads before it rounds them to integers."""
+"""``least_load`` scales loads so that the mean load of a rank is at most this number, then rounds them to integers."""
 _NONE = -1
 
 

@@ -148,15 +148,16 @@ class Ballot(WindowReport):
     stop_requested: int = 0
     change_requested: int = 0
     pass_seconds: float = 0.0
-    """Time of this rank for work that is the same on every rank; 0 if unknown. It is not part of ``Vote``."""
+    """Typical seconds of a forward pass of one layer on this rank, which is equal work on all ranks; 0 if unknown. It is
+    not part of ``Vote``."""
     idle_seconds: float = 0.0
     """Time for which this rank waited for messages of adjacent pipeline stages; 0 if unknown. It is not part of
     ``Vote``."""
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     peak_bytes: int = 0
-    """Memory of this rank. ``MemoryUse`` describes this field, ``allocated_bytes`` and ``reserved_bytes``. They are 0
-    if unknown, and not part of ``Vote``."""
+    """Largest memory use of this rank since its process began. ``MemoryUse`` describes this field, ``allocated_bytes``
+    and ``reserved_bytes``. All three are 0 if unknown, and not part of ``Vote``."""
 
     def to_row(self) -> tuple[float, ...]:
         """Return the fields as numbers that float64 represents exactly."""
@@ -205,7 +206,7 @@ class RankFigures:
     """Measured values of each rank in one iteration; empty if the ballots of the iteration are not known."""
 
     pass_seconds: tuple[float, ...] = ()
-    """Seconds that each rank needed for the work that ``StragglerTimer`` measures."""
+    """Typical seconds of a forward pass of one layer on each rank, measured by ``StragglerTimer``."""
     idle_seconds: tuple[float, ...] = ()
     """Seconds for which each rank waited for messages of adjacent pipeline stages."""
     memory: MemoryUse | None = None

@@ -202,7 +202,8 @@ class JobPlan:
     routing: str | None = None
     """Description of the recorded loads that determine routing; None if routing is learned."""
     losses: tuple[Cost, ...] = ()
-    """Cost of losing each node alone, and of the death of all ranks or all processes; empty if not requested."""
+    """Strategy and cost of the recovery from the loss of each single node, and from the death of all ranks or of all
+    processes; empty if not requested."""
     gaps: tuple[Gap, ...] = ()
     """Changes of keys that would improve the recovery from lost nodes; empty if they were not requested."""
     notes: tuple[str, ...] = ()

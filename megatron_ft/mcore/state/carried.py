@@ -41,7 +41,7 @@ class Carried:
     """A rank's state between two memberships. It does not reference process groups."""
 
     holdings: tuple[Holding, ...]
-    """Records of what this rank has: one per placement whose tensors are in ``state`` or ``former``, oldest first."""
+    """Records, oldest first: one per expert placement whose tensors for this rank are in ``state`` or ``former``."""
     part: int = 0
     """Model part to which ``state`` and ``host`` belong, see ``Topology.model_parts``."""
     state: NamedState
@@ -57,8 +57,8 @@ class Carried:
     batch: BatchPlan
     """Batch plan with which the iteration in ``finished`` ran."""
     shards: Shards | None = None
-    """Optimizer state of the non-expert parameters, for all model parts of this rank. ``state`` then lacks these
-    parameters. All ``holdings`` use the same shards. None if the optimizer is not sharded or the layout is kept."""
+    """Sharded optimizer state of the non-expert parameters, for all model parts and ``holdings`` of this rank. If it is
+    set, ``state`` lacks these parameters. None if the optimizer is not sharded or the job keeps its layout."""
     kept: WindowKey | None = None
     """Newest committed window that this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
@@ -70,8 +70,8 @@ class Carried:
     """Whether all compute weights on this rank are up to date. False only if the optimizer is sharded and the newest
     iteration was finished after the membership had ended: then only this rank's shard of the weights was updated."""
     digests: dict[str, str] | None = None
-    """Digest of each tensor before a replay that may have overwritten the engine's tensors. None if no replay has begun
-    since this rank's state was last complete."""
+    """Digests of the engine's tensors, by name, from before a replay that may have overwritten these tensors. None if
+    no replay has begun, or if the newest replay has succeeded."""
     before_replay: tuple[NamedState, Shards | None] | None = None
     """Copies of tensors and shards, made before a replay and kept until all ranks have finished it. If a rank is lost
     in the replay, the job continues from the copies with fewer model replicas. None without copies."""
@@ -109,13 +109,14 @@ class MembershipStart:
     carried: Carried | None
     """State from the previous membership; None on a joining rank."""
     changes: tuple[str, ...] = ()
-    """Changes of membership for ``Holding.changes``; the last one is the change that began this membership."""
+    """Changes of membership since the newest committed iteration, for ``Holding.changes``. The last change began this
+    membership."""
     is_formed: bool = False
     """Whether this rank has received all state that the placement of this membership assigns to it."""
 
     @property
     def has_state(self) -> bool:
-        """Whether the rank has state, for this membership or for the previous one."""
+        """Whether the rank has state: all state for this membership, or state from the previous membership."""
         return self.is_formed or self.carried is not None
 
 
@@ -195,17 +196,19 @@ def seed_newcomer(seed: int, iteration: int, groups: Groups) -> None:
 
 @dataclass(frozen=True, kw_only=True)  # no slots, for ``cached_property``
 class MembershipMove:
-    """The ranks of a new membership. They continue from the state of an earlier membership, which ``key`` names."""
+    """Change to a new membership, which continues from the state of an earlier one. ``key`` identifies this state in
+    the ranks' holdings (records of the state that each rank has)."""
 
     key: Key
     previous: Previous
     former: tuple[int | None, ...]
-    """Model part whose state each rank has, according to the holding; None for a rank without state."""
+    """For each rank, the model part in its holding with ``key``; None for a rank without this holding."""
     topology: Topology
     moved: tuple[Moved | None, ...]
-    """Model part and experts of each rank if a migration changed them after the holding was made; otherwise None."""
+    """For each rank, its present model part and experts if a migration replaced experts after its holdings were
+    recorded; otherwise None."""
     joining: tuple[int, ...]
-    """Nodes whose ranks have no state. Nodes that were hot spares in the previous membership are left out."""
+    """Nodes whose ranks lack the holding with ``key``, without the nodes that were hot spares in its membership."""
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
@@ -247,15 +250,16 @@ class MembershipMove:
         return None if part is None else part // self.topology.tensor_model_parallel_size
 
     def holders(self, plans: Sequence[PlacementPlan]) -> list[StageHolders]:
-        """Return, by stage, which ranks have which experts. ``plans`` are the placements in the chosen holding."""
+        """Return, for each pipeline stage, the ranks with state of the stage and the experts that each rank has.
+        ``plans`` are the placements of the stages in the holding with ``key``."""
         found = enumerate(zip(self.moved, self.former, strict=True))
         # ``moved`` describes the newest model part of a rank. It does not apply if the holding is of an earlier part.
         changed = {rank: moved[1] for rank, (moved, part) in found if moved is not None and moved[0] == part}
         return stage_holders(plans, self.previous, self.topology, changed)
 
     def is_whole(self, carried: Carried | None, groups: Groups) -> bool:
-        """Return whether the ranks with the chosen holding together have every expert and every model part. All ranks
-        must call this. ``carried`` is the state of this rank."""
+        """Return whether the ranks that have the holding with ``key`` together have every expert and every model part.
+        All ranks must call this. ``carried`` is the state of this rank."""
         # The first rank with the holding has the placement, so it decides for all ranks.
         first, missing = first_of(self.previous), None
         if groups.vote.rank() == first:
@@ -293,7 +297,7 @@ class MembershipMove:
 
 
 def first_of(previous: Previous) -> int:
-    """Return the lowest rank of the new membership that has the chosen holding, and so has state."""
+    """Return the lowest rank of the new membership that has a former rank in ``previous``, and so has state."""
     return next(rank for rank, former in enumerate(previous) if former is not None)
 
 
@@ -303,8 +307,8 @@ def _held(carried: Carried | None, key: Key) -> Holding:
 
 
 def context_in(context: RankContext, following: NextMembership, config: JobConfig) -> RankContext:
-    """Return the context of this process in the membership ``following``, in which it must have a rank. ``config`` is
-    the configuration for the nodes of ``following``."""
+    """Return ``context`` with the rank, nodes and addresses of this process in the membership ``following``, which must
+    have a rank for this process. ``config`` is the configuration for the nodes of ``following``."""
     rank = following.rank_on(context.node, context.local_rank)
     assert rank is not None, (
         f"local rank {context.local_rank} of node {context.node} is not in the membership {following.summary()}"

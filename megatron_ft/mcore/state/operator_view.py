@@ -58,7 +58,7 @@ class _PartHolding:
     full: tuple[Component, ...]
     """Components of the full state: master weight, moments and step count."""
     frozen: tuple[Component, ...]
-    """Components that a window stores while the operator is frozen: only the compute weight."""
+    """Components that a slice stores of an operator whose full state is in a later slice: only the compute weight."""
 
     def covers(self, start: int, stop: int) -> bool:
         """Return whether this rank has the optimizer state of elements [start, stop)."""
@@ -138,14 +138,15 @@ def _shard(part: Part, holding: _PartHolding, start: int, stop: int, num_layers:
 
 
 Payload = bytes | bytearray | memoryview
-"""Bytes of a slice. No function changes these bytes."""
+"""Bytes of a slice that one rank has captured. Functions only read these bytes."""
 
 WEIGHT = "weight"
 _WEIGHT_SCALES = f"{WEIGHT}_scales"
 
 
 def _restore_slice(view: "OperatorView", plan: WindowPlan, index: int, payload: Payload) -> int:
-    """Exchange slice ``index`` between all ranks, and fill the tensors of ``view``; see ``OperatorView.restore``."""
+    """Send the bytes of slice ``index`` from the ranks that captured them to all ranks that need them, and write them
+    to the tensors of ``view``. See ``OperatorView.restore``."""
     holders = _holders(view.holdings_by_rank)
     pieces_by_rank = [Piece.of_slice(plan, index, shards) for shards in view.shards_by_rank]
     sizes = [slice_bytes(pieces) for pieces in pieces_by_rank]

@@ -93,11 +93,11 @@ class Holding:
     is_evacuation: bool = False
     """Whether the placement is the result of an evacuation: a migration of all experts to the ranks that stay."""
     rank: int
-    """Rank that this process had in that membership."""
+    """Rank of this process in the membership with number ``generation``."""
     part: int = 0
-    """Model part of this rank in that membership, see ``Topology.model_parts``."""
+    """Model part of this rank in the membership with number ``generation``, see ``Topology.model_parts``."""
     nodes: tuple[int, ...]
-    """Nodes of that membership."""
+    """Nodes of the membership with number ``generation``."""
     placement: PlacementState | None
     """Placement of the experts; None if Megatron assigns experts to ranks."""
     changes: tuple[str, ...] = ()
@@ -129,8 +129,8 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""Former rank of each rank of the new membership: ``Holding.rank`` in its record of the chosen holding. None for a rank
-without this holding."""
+"""For each rank of a new membership, its former rank: ``Holding.rank`` of the holding from which the membership
+continues. None for a rank without this holding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +181,8 @@ def choose_holding(
     """Choose the holding (record of state) from which a membership continues. The result is equal on all ranks.
 
     The first choice is the newest holding that every rank with state has. If no holding is common to these ranks, the
-    oldest holding is chosen, because only some ranks have received the whole state of later memberships. A holding with
-    missing experts or model parts is used only if every holding lacks some.
+    oldest holding is chosen, because only some ranks have received the whole state of later memberships. A holding
+    whose ranks together lack an expert or a model part is used only if this is so for every holding.
 
     Args:
         present: status of each rank of membership ``generation``.

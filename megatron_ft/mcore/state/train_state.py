@@ -37,10 +37,10 @@ class IterationResult:
     """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts], on the CPU; None if
     not needed."""
     of_ranks: RankFigures = field(default_factory=RankFigures)
-    """Measured values of single ranks."""
+    """Compute times and waits of each rank, and the largest memory use of a rank."""
     seconds: float = math.nan
-    """Duration of an iteration that a recovery has finished, on this rank, without the time between the failure
-    and the recovery. NaN for all other iterations."""
+    """Seconds that this rank spent on an iteration that a recovery has finished: before the failure and in the
+    recovery, but not between them. NaN for all other iterations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,14 +191,14 @@ class IterationState:
     """Number of tokens that each expert has processed beyond its capacity, in the shape of ``expert_load``."""
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
-    """Duration of the iteration until the end of its newest step: gradients or update. The time after this step, until
-    a failure is noticed, does not count."""
+    """Seconds from the start of the iteration to the end of this rank's newest step: the gradients, later the update.
+    If a failure follows, the time until it is noticed does not count."""
     contributed: bool = False
     """Whether this rank may have sent its ballot. If so, other ranks may have the complete vote (all ballots)."""
     vote: Vote | None = None
     """Vote of the iteration; None until it is complete on this rank."""
     of_ranks: RankFigures = field(default_factory=RankFigures)
-    """Measured values of single ranks; empty until the vote is complete."""
+    """Compute times and waits of each rank, and the largest memory use; empty until the vote is complete."""
     update: Literal["none", "begun", "done"] = "none"
     """Progress of the update of master weights, moments and compute weights."""
 

@@ -115,7 +115,7 @@ class TrainingEngine:
     # -- life ---------------------------------------------------------------------------------------------
 
     def use(self, config: JobConfig) -> None:
-        """Set the configuration, for another set of nodes, to ``config``. The next build of the engine uses it."""
+        """Replace the configuration by ``config``, which is for other nodes. The next build of the engine uses it."""
         self.config = config
 
     def build(

@@ -68,7 +68,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def memory_use(device: torch.device) -> dict[str, int]:
-    """Return the memory of this rank in bytes, as fields of ``Ballot``."""
+    """Return the bytes of memory that this rank uses on its GPU (on the host without a GPU), by field of ``Ballot``."""
     if device.type == "cuda":
         return {
             "allocated_bytes": torch.cuda.memory_allocated(device),
@@ -150,7 +150,7 @@ def iteration_records(
     throughput: Throughput,
 ) -> Iterator[Metrics | PipelineIdle]:
     """Yield the events about one iteration, which took ``seconds``: its metrics (see ``telemetry/metrics.py``), and, if
-    they were measured, the waits of each pipeline stage.
+    measured, the time that each pipeline stage waited for messages.
 
     Args:
         nodes: node number of each rank.
@@ -190,7 +190,8 @@ def iteration_records(
 
 
 def idle_record(iteration: int, idle_seconds: Sequence[float], topology: Topology) -> PipelineIdle:
-    """Return the event about the waits of each pipeline stage. ``idle_seconds`` are the waits of each rank."""
+    """Return the event about the time that each pipeline stage waited for messages. ``idle_seconds`` contains this time
+    for each rank."""
     stages: list[list[float]] = [[] for _ in range(topology.pipeline_model_parallel_size)]
     for rank, seconds in enumerate(idle_seconds):
         stages[topology.coordinates(rank).pp].append(seconds)

@@ -101,7 +101,7 @@ class Trainer:
         self.ended = False
         """Whether this job has reached its last iteration, or a stop for which the ranks have voted."""
         self.is_complete = False
-        """Whether the job has ended and no later job continues the run."""
+        """Whether the run is complete: all iterations are trained, or the job had only to evaluate."""
         self.rounded_off = 0
         """Newest iteration for which ``round_off`` (evaluation, checkpoint, digests) is complete."""
         self.abandoned_saves: list[Path] = []
@@ -326,7 +326,7 @@ class Trainer:
         return bool(self.config.model.num_moe_experts) and (self._reports_load(iteration) or bool(self._observers()))
 
     def observe(self, result: IterationResult) -> None:
-        """Pass the number of tokens of each expert to the planners of placements and windows that need it."""
+        """Pass the tokens of each expert to the planners of placements and of windows, if these planners use them."""
         if result.expert_load is not None:
             for observer in self._observers():
                 observer.observe(result.expert_load)
@@ -379,8 +379,8 @@ class Trainer:
         self.previous_placement = former(state=self.engine.migrate(replicas, migration, keep=keep))
 
     def keep_copies(self, *, former: StateCopies | None = None) -> None:
-        """Copy optimizer state to other ranks if ``placement.state_copies`` is set. Ranks whose ``former`` copies have
-        the present state keep these copies."""
+        """Copy optimizer state to other ranks if ``placement.state_copies`` is set. ``former`` has this rank's earlier
+        copies if they are up to date. They are kept if the plan has not changed."""
         placement, stage = self.placement, self.topology.coordinates(self.context.rank).pp
         plan = plan_shard_copies(self.config, stage) if placement is None else placement.copy_plan()
         if plan is None:
@@ -440,7 +440,7 @@ class Trainer:
         self.checkpoints.save(self.state(self.extra_state()), iteration)
 
     def state(self, extra: dict[str, Any]) -> DenseState:
-        """Return the ``DenseState`` of this rank, with ``extra``. A save writes this object, and a load fills it."""
+        """Return the complete training state of this rank, with ``extra``. A save writes it, and a load overwrites it."""
         engine = self.engine
         return DenseState(
             model_chunks=engine.model_chunks,

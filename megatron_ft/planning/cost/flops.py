@@ -66,7 +66,7 @@ class TokenFlops:
 
 
 def _attention(model: ModelConfig) -> tuple[int, int]:
-    """Return two counts: weights of the attention projections, and multiplications for one pair of tokens."""
+    """Return two counts: weights of the attention projections, and multiplications for one pair of query and key."""
     channels = head_channels(model)
     queries = model.num_attention_heads * channels
     keys = (model.num_query_groups or model.num_attention_heads) * channels

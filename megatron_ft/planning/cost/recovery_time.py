@@ -91,8 +91,8 @@ class RecoveryTimes:
     used if stages are on different machines."""
 
     def share_of(self, num_stages: int, of_stages: int, *, shares_machine: bool) -> float:
-        """Return ``RecoveryWork.again_share`` if ``num_stages`` of the job's ``of_stages`` pipeline stages run
-        iterations again. With ``shares_machine``, all ranks compute on the cores of one machine."""
+        """Return the value of ``RecoveryWork.again_share`` for iterations that ``num_stages`` of the job's
+        ``of_stages`` pipeline stages run again. With ``shares_machine``, all ranks compute on one machine's cores."""
         if num_stages in (0, of_stages):
             return 1.0
         return num_stages / of_stages if shares_machine else self.localized_share

@@ -1,1 +1,1 @@
-"""Placement of expert replicas: replica counts, slots, survival, migration."""
+"""Placement of expert replicas on ranks: replica counts, slots, probability that all experts survive, migration."""

@@ -38,8 +38,8 @@ class PlacementAlgorithm(Protocol):
             ranks: ranks with slots, such as the ranks of one pipeline stage; None for all ranks that are alive.
             loads: tokens of each expert, ``[L][E]``.
             layer_numbers: Megatron's numbers of the layers; None to number them from 1.
-            min_replicas: number of copies of each expert that are placed for survival; None for the smallest count in
-                ``replica_counts``.
+            min_replicas: number of copies of each expert that are placed so that it survives losses of domains; None
+                for the smallest count in ``replica_counts``.
             previous: experts that each of ``ranks`` already holds; an algorithm may leave them there.
 
         Raises:

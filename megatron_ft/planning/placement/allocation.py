@@ -116,7 +116,8 @@ def integer_loads(loads: Sequence[float]) -> list[int]:
 def base_counts(replica_counts: Sequence[int], floor: int, num_slots: int) -> tuple[int, ...]:
     """Return each expert's number of base copies, ``[E]``: ``floor``, or more if ``num_slots`` slots allow more.
 
-    Further copies go to the experts with the fewest first. ``replica_counts`` limits the base copies of each expert.
+    Each further copy goes to the expert with the fewest base copies so far. ``replica_counts`` limits the base copies
+    of each expert.
     """
     counts = np.asarray(replica_counts, dtype=np.int64)
     base = np.minimum(counts, floor)

@@ -145,7 +145,7 @@ class Layout:
 
 
 def _take(experts: list[int], held: frozenset[int], most: int) -> list[int]:
-    """Remove one replica of each expert in ``held`` from ``experts``. Stop after ``most`` replicas. Return them."""
+    """Remove one replica of each expert in ``held`` from ``experts``, up to ``most``. Return the removed replicas."""
     taken: list[int] = []
     for expert in sorted(held):
         if expert in experts and len(taken) < most:

@@ -77,7 +77,8 @@ class Search:
         self._repeat(self._improve)
 
     def even_out(self, least_score: float) -> None:
-        """Exchange replicas to even out the loads of domains, as long as the score is at least ``least_score``."""
+        """Exchange replicas to even out the loads of domains. The score (total weight of the losses that all experts
+        survive) stays at least ``least_score``."""
 
         def evened(left: int, right: int) -> bool:
             ours, theirs, gains = self._gains(left, right)
@@ -96,7 +97,7 @@ class Search:
                     break
 
     def kick(self, draw: random.Random, num_swaps: int) -> None:
-        """Try ``num_swaps`` random exchanges of replicas that leave every expert in its minimum number of domains."""
+        """Try ``num_swaps`` random exchanges of replicas after which every expert is still in enough domains."""
         for _ in range(num_swaps):
             left, right = draw.sample(range(self.counts.shape[1]), 2)
             ours, theirs, allowed = self._exchanges(left, right)
@@ -118,8 +119,8 @@ class Search:
         return np.asarray(self.support[experts] - lost >= self.goals[experts])
 
     def _moved(self, experts: Masks, source: int, target: int) -> npt.NDArray[np.int16]:
-        """Return ``[experts, M]``: the change of ``cover`` if a replica of an expert moves from domain ``source`` to
-        ``target``. ``cover`` is the number of experts that each loss leaves without a replica."""
+        """Return ``[experts, M]``: how the number of experts without a replica (``cover``) after each of the M losses
+        changes if a replica of each expert alone moves from domain ``source`` to ``target``."""
         single = self.counts[experts, source] == 1
         after = np.where(single, self.masks[experts] & ~(1 << source), self.masks[experts]) | (1 << target)
         # The two experts of an exchange are different, so their changes add up.

@@ -227,7 +227,8 @@ class _Replacing:
         return min((rank for rank in holders if rank not in senders), default=None)
 
     def _dropped(self, transfer: Transfer, overwritten: Mapping[tuple[int, int], int]) -> int | None:
-        """Return the expert that the receiving rank overwrites; None if no other rank has a copy of any candidate."""
+        """Return the expert that the receiving rank overwrites, one that it does not hold after the migration. None if
+        no other rank would have a copy of this expert."""
         layer, key = transfer.layer_number, (transfer.layer_number, transfer.target_rank)
 
         def left(expert: int) -> int:
@@ -306,15 +307,15 @@ def _mapping(plan: PlacementPlan, held: Holdings, expert_bytes: int | Sequence[i
 
 
 def _inner(costs: Costs, actual: Sequence[int], part: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
-    """Assign the slots of the ranks ``part`` to the ranks ``actual`` so that the fewest bytes move. Return the moved
-    bytes and pairs (rank, rank whose slots it gets). All ranks are given as positions in the plan."""
+    """Give each rank in ``actual`` the planned slots of one rank in ``part``, so that the fewest bytes move. Return the
+    moved bytes and pairs (rank, rank whose slots it gets). All ranks are given as positions in the plan."""
     block = costs[np.ix_(actual, part)]
     pairs = _assign(block)
     return int(sum(block[row, column] for row, column in pairs)), [(actual[r], part[c]) for r, c in pairs]
 
 
 def _missing_bytes(plan: PlacementPlan, held: Holdings, sizes: Sequence[int]) -> Costs:
-    """Return ``[N, N]``: the bytes that the rank of a row must receive to get the slots of a column."""
+    """Return ``[N, N]``: bytes that the row's rank must receive to hold the experts planned for the column's rank."""
     costs = np.zeros((len(plan.ranks), len(plan.ranks)), dtype=np.int64)
     for by_rank, owned, size in zip(plan.slots, held, sizes, strict=True):
         wants = _incidence(by_rank, plan.num_experts)

@@ -1,5 +1,5 @@
-"""Placement by search. Base copies, equally many of each expert, are placed for survival, which is at least as high as
-with maximum rank overlap. Extra copies are placed by load."""
+"""Searches a placement of expert replicas. Base copies, by default equally many of each expert, are placed so that the
+experts survive losses of domains at least as often as with maximum rank overlap. Extra copies are placed by load."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,10 +30,10 @@ from megatron_ft.planning.placement.survival import SurvivalObjective, TooManySt
 WORTH_MOVING = 0.02
 """Smallest worthwhile gain: extra copies move only if a layer's busiest rank then has this fraction fewer tokens."""
 MAX_BALANCED_RANKS = 256
-"""Largest number of ranks for which the search computes balanced shares."""
+"""Largest number of ranks for which the search computes balanced shares; with more ranks, it computes even shares."""
 MAX_SEARCHED_DOMAINS = 62
 MAX_SWEEPS = 4
-"""Largest number of sweeps of ``_align`` over all layers."""
+"""Largest number of times that ``_align`` goes through all layers to exchange domains."""
 MAX_EXCHANGES = 100
 NEGLIGIBLE = 1e-9
 """Smallest gain for which ``_even_out`` makes an exchange. The gain is the decrease of the sum of squared domain loads,
@@ -71,8 +71,8 @@ class OverlapSearch(PlacementBase):
     balance: bool = True
     """Whether the search also evens out the loads of failure domains; this requires ``loads``."""
     survival_share: float = 0.0
-    """Share of the slots whose copies are placed for survival; other copies are placed for balance. Survival gets at
-    least the ``min_replicas`` base copies of every expert, and all copies if loads are not given."""
+    """Share of the slots for base copies, which are placed so that experts survive losses. Other copies are placed
+    by load. At least ``min_replicas`` copies of every expert are base copies. Without loads, all copies are."""
 
     def fill(
         self,
@@ -129,8 +129,8 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[Sequence[float] | None],
         min_replicas: int | None,
     ) -> list[Counts] | None:
-        """Return the base copies of each layer, ``[L][E, D]``. Return None if ``fill`` places all copies for survival:
-        if ``survival_share`` is 1, the loads of a layer are missing, or the replica counts leave no extra copies."""
+        """Return the base copies of each layer, ``[L][E, D]``. Return None if all copies are base copies: if
+        ``survival_share`` is 1, the loads of a layer are missing, or the replica counts leave no extra copies."""
         if self.survival_share == 1 or any(load is None for load in loads):
             return None
         floor = min([*map(min, replica_counts), *([] if min_replicas is None else [min_replicas])])

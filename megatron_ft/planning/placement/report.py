@@ -1,4 +1,5 @@
-"""Report about a job's first placement: slots, losses of ranks that all state survives, and bytes of state copies."""
+"""Report about a job's first placement: slots, probability that all state survives losses of failure domains, and bytes
+of state copies."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -35,8 +36,8 @@ class PlacementReport:
     weights_survival: tuple[Survival, ...]
     """Survival of the compute weights after the loss of 1, 2, ... failure domains."""
     state_survival: tuple[Survival, ...]
-    """Survival of the optimizer state after the same losses. If ``num_state_copies`` is not None, a copy of the state
-    is enough."""
+    """Survival of the optimizer state after the same losses. If ``num_state_copies`` is not None, a shard also survives
+    if only a state copy of it is left."""
     num_state_copies: int | None
     expert_weights_bytes: int
     """Bytes of the compute weights of all expert replicas."""
