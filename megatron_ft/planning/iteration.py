@@ -148,8 +148,8 @@ class Ballot(WindowReport):
     stop_requested: int = 0
     change_requested: int = 0
     pass_seconds: float = 0.0
-    """Typical seconds of a forward pass of one layer on this rank, which is equal work on all ranks; 0 if unknown. It is
-    not part of ``Vote``."""
+    """Typical seconds of a forward pass of one layer on this rank, which is equal work on all ranks; 0 if unknown. Not
+    part of ``Vote``."""
     idle_seconds: float = 0.0
     """Time for which this rank waited for messages of adjacent pipeline stages; 0 if unknown. It is not part of
     ``Vote``."""
