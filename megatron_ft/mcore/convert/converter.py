@@ -97,7 +97,8 @@ class Export:
         return cls(family=family, model=written, rules=rules, plan=plan)
 
     def tensors_of(self, file: PlannedFile, reader: DenseReader) -> Iterator[tuple[str, Values]]:
-        """Yield (name, values) for each tensor of ``file``, in order, with the plan's dtype and number of rows."""
+        """Yield (name, values) of each tensor that ``file`` will contain, in the order of the file. The values have the
+        dtype of ``plan`` and the number of rows that ``file`` lists."""
         wanted = dict(file.tensors)
         for rule in self.rules:
             names = [name for name in rule.theirs if name in wanted]

@@ -57,7 +57,7 @@ _MOST_STACKED = 1 << 20
 """Largest allowed number of weights (layers times experts) in one stacked tensor."""
 EMBEDDING, ROUTER = "embedding.word_embeddings.weight", ".mlp.router.weight"
 WEIGHTS_ONLY = "weights"
-"""Group of settings in a manifest. A manifest with this group belongs to a checkpoint that contains only weights."""
+"""Name of a group of settings. A manifest has this group only if its checkpoint contains only weights."""
 
 
 @dataclass(kw_only=True)
@@ -172,7 +172,8 @@ class DenseReader:
         return tensor_of(self.values(name))
 
     def values(self, name: str) -> Values:
-        """Return a tensor's place in files if its rows are stored one after another; otherwise return the tensor.
+        """Return where the files contain the values of a tensor, if its rows are stored one after another. Otherwise
+        read the tensor and return it.
 
         Raises:
             CheckpointError: a part of the tensor cannot be read.
@@ -230,7 +231,7 @@ class DenseReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredPart:
-    """A part of a tensor in the files. ``index`` can select its elements of one layer, of one expert, or of both."""
+    """A part of a tensor in the files. If the tensor stacks layers, experts or both, ``index`` selects one of them."""
 
     name: str
     part: ChunkStorageMetadata
@@ -297,7 +298,8 @@ def _halves(name: str, entry: TensorStorageMetadata, places: list[_StoredPart], 
 
 
 def _joined(entry: TensorStorageMetadata, parts: list[tuple[ChunkStorageMetadata, Values]]) -> StoredValues | None:
-    """Return the place of a tensor's values in files. Return None if a stored part does not consist of whole rows."""
+    """Return the byte ranges that contain the tensor's rows, in order. Return None if a stored part does not consist of
+    whole rows, or if the byte range of its values is not known."""
     spans, num_rows = list[Span](), 0
     for part, stored in sorted(parts, key=lambda each: tuple(each[0].offsets)):
         is_next = tuple(part.offsets[:1]) in ((), (num_rows,)) and part.sizes[1:] == entry.size[1:]
@@ -360,7 +362,7 @@ class _Sparse(io.RawIOBase):
         return len(data)
 
     def frame(self, value_bytes: int) -> _Frame:
-        """Return the bytes before and after the range that was skipped. This range must have ``value_bytes`` bytes."""
+        """Return the bytes before and after the range that ``seek`` skipped, which must have ``value_bytes`` bytes."""
         found = _Frame(head=bytes(self._before), value_bytes=value_bytes, tail=bytes(self._after))
         assert found.num_bytes == self._position, f"torch skipped other bytes than the {value_bytes} of the values"
         return found
@@ -374,7 +376,7 @@ class WeightsWriter:
     most_file_bytes: int
     """Size in bytes at which a file ends and a new file begins."""
     record: ConversionRecord | None = None
-    """Record of complete files, from which an interrupted conversion continues; None for one that begins again."""
+    """Record of complete files, with which a later call can continue an interrupted conversion; None if it cannot."""
     files: list[WrittenFile] = field(default_factory=list, init=False)
     """Complete files of this conversion, including those from before an interruption."""
 

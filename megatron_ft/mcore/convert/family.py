@@ -170,8 +170,8 @@ class Family:
         return valid_model(asdict(model))
 
     def tensors_of(self, model: ModelConfig, num_stored: int, where: str) -> tuple[Rule, ...]:
-        """Return the result of ``tensors`` for a folder or checkpoint that has ``num_stored`` tensors. ``where`` names
-        it in messages.
+        """Return one rule for each tensor of ``model``, the model of a folder or checkpoint with ``num_stored``
+        tensors. ``where`` names this folder or checkpoint in messages.
 
         Raises:
             CheckpointError: the model has more layers or experts than there are tensors.
@@ -195,7 +195,7 @@ _SIZES = (
 _OPTIONAL_SIZES = ("head_dim", "q_lora_rank", "n_shared_experts", "first_k_dense_replace")
 """Entries of ``config.json`` whose value may be null, 0 or a size."""
 _MOST = 2**31 - 1
-"""Largest size in ``config.json`` that is accepted."""
+"""Largest number that is accepted as a size in ``config.json``, e.g. as the number of layers."""
 _COMMON: Mapping[str, Any] = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
@@ -297,7 +297,7 @@ def common_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def common_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of ``model`` that correspond to the entries of ``common_settings``."""
+    """Return values by key of ``model``, from entries of ``config.json`` that have the same name in all families."""
     return {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],

@@ -40,7 +40,7 @@ class StoredTensor:
     """Name of the dtype in the file, e.g. ``BF16``."""
     shape: tuple[int, ...]
     offset: int | None
-    """Offset of the first byte in the file; None if a tensor before it has a dtype that is not in ``DTYPES``."""
+    """Offset of the tensor's first byte in the file; None if an earlier tensor in it has a dtype not in ``DTYPES``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """A file to write, and its tensors in order."""
+    """A safetensors file that will be written: its name, and its tensors in the order of the file."""
 
     name: str
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -148,7 +148,7 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderPlan:
-    """Files of a folder that will be written."""
+    """Plan of a Hugging Face folder to write: its files with their tensors, and the dtype of all tensors."""
 
     dtype: torch.dtype
     files: tuple[PlannedFile, ...]
@@ -196,7 +196,7 @@ class FolderPlan:
         return f"{num_tensors} tensors, {self.num_bytes:,} bytes, {len(self.files)} files"
 
     def index(self) -> bytes:
-        """Return the content of the index."""
+        """Return the content of the folder's index, a JSON file that maps each tensor's name to its file."""
         places = {name: file.name for file in self.files for name, _ in file.tensors}
         content = {"metadata": {"total_size": self.num_bytes}, "weight_map": places}
         return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
@@ -204,13 +204,13 @@ class FolderPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderWriter:
-    """Writes the files of a plan into a folder."""
+    """Writes the files of a ``FolderPlan`` into the folder ``path``."""
 
     path: Path
     plan: FolderPlan
 
     def write(self, file: PlannedFile, tensors: Iterable[tuple[str, Values]], files: VerifiedFiles) -> None:
-        """Write one file. ``files`` verifies it in a thread, while the next file is written.
+        """Write ``file``. The object ``files`` verifies it in a thread, while the caller writes the next file.
 
         Args:
             tensors: name and values of exactly the tensors of ``file``, in the file's order and in the plan's dtype.

@@ -48,7 +48,8 @@ class Source(Protocol):
         """Return the values of a tensor. Raise CheckpointError if they cannot be read."""
 
     def check(self) -> None:
-        """Check data outside of tensors, unless opening the source did. Raise CheckpointError if they are damaged."""
+        """Check the stored data that are not tensors, if they were not checked when the source was opened. Raise
+        CheckpointError if they are damaged."""
 
 
 class DenseSource:
@@ -70,7 +71,8 @@ class DenseSource:
         return self.reader.read(name)
 
     def check(self) -> None:
-        """Check the state that all ranks share and the model's description. Raise an error if a tensor is missing."""
+        """Check that ``common.pt``, the state that all ranks share, can be read. If the manifest describes the model,
+        check the description, and that all tensors of the model are stored. Raise CheckpointError if a check fails."""
         read_common(self.reader.directory)
         if self.reader.manifest is not None and self.reader.manifest.settings.get("model"):
             check_tensors(self.reader.weights, self.reader.model(), str(self.path))
@@ -86,7 +88,7 @@ class FolderSource:
 
     @property
     def folder(self) -> Folder:
-        """Return the folder."""
+        """Return the opened and verified Hugging Face folder."""
         return self._folder
 
     def rows(self) -> Iterator[TensorRow]:
@@ -130,7 +132,7 @@ class WindowSource:
 
     @property
     def leaves_out_experts(self) -> bool:
-        """Return whether the window leaves out experts. It then has copies of their state from earlier windows."""
+        """Return whether the window has not captured all experts, but has copies of some from earlier windows."""
         return any(window.leaves_out_experts for window in self.windows)
 
     def _take(self, rank: int, index: int, part: Slice, *, with_optimizer: bool) -> None:
@@ -248,5 +250,5 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_json(value: Any) -> dict[str, Any]:
-    """Convert a tensor's row or a difference of tensors to JSON values."""
+    """Convert a ``TensorRow`` or a ``TensorDifference`` to JSON values."""
     return asdict(value)

@@ -38,8 +38,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredValues:
-    """Place of a tensor's values in files. The byte ranges in ``spans``, joined, are the values in row-major order and
-    in this machine's byte order."""
+    """Describes where files contain the values of a tensor. The byte ranges ``spans``, one after another, contain the
+    values in row-major order and in this machine's byte order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -57,7 +57,7 @@ class Uses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """The job that would load the state."""
+    """Next job of a run: the job that would load the checkpoint or window."""
 
     run_dir: Path
     facts: RecoveryFacts
@@ -200,7 +200,8 @@ def _defect_of_checkpoint(reader: DenseReader, job: _Job | None) -> str:
 
 
 def _use_of_key(key: str, source: Source, state: SavedState, job: _Job | None) -> Use:
-    """Return whether a new run can start from ``source`` with ``key``, after the same checks as launcher and ranks."""
+    """Return whether a new run can load ``source`` with ``key``, e.g. ``checkpoint.load``. Make the same checks as the
+    launcher and the ranks of such a run."""
     if reason := _not_dense(state):
         return _no(key, reason)
     assert isinstance(source, DenseSource), f"{type(source).__name__} cannot be loaded"

@@ -66,20 +66,20 @@ class _Found:
         return self.windows[0]
 
     def dense_bytes(self, item_bytes: int) -> int:
-        """Return the size of the dense state in bytes. Each element of a weight has ``item_bytes`` bytes."""
+        """Return the size in bytes of the resulting weights (``item_bytes`` per element) and optimizer state."""
         pieces = [piece for window in self.windows for part in window.slices for piece in part.pieces]
         elements = sum(piece.stop - piece.start for piece in pieces if piece.component == "exp_avg")
         return elements * (12 + item_bytes)  # master weights and two moments in FP32
 
     def leaves_out(self) -> bool:
-        """Return whether the window leaves out experts. It then has copies of their state from earlier windows."""
+        """Return whether the window has not captured all experts, but has copies of some from earlier windows."""
         return any(window.leaves_out_experts for window in self.windows)
 
 
 def replay_window(
     run_dir: Path, out: Path, *, name: str | None = None, compose: Compose, entry: Path, progress: Progress = print
 ) -> Manifest:
-    """Replay a window of the run in ``run_dir`` on this machine, and write its dense state to ``out``.
+    """Replay a window of the run in ``run_dir`` on this machine, and write the resulting dense checkpoint to ``out``.
 
     Args:
         name: directory of the window, e.g. ``window_0000990``; None for the newest window that is complete and valid.
@@ -173,8 +173,8 @@ def _verify(folder: WindowFolder, key: WindowKey, run_id: RunId, run_dir: Path) 
 
 
 def _job(config: JobConfig, window: Window, work: Path, name: str, default: JobConfig) -> JobConfig:
-    """Return the configuration of the job that replays ``window``: the run's configuration with the values from the
-    time of the capture. Settings that matter only for further training are reset."""
+    """Return the configuration of the job that replays ``window``: the run's configuration, but with the values
+    that were used when the window was captured. Settings that only further training needs are reset."""
     config = _as_captured(config, window)
     launch, placement, topology = config.launch, config.placement, config.topology
     num_nodes, rest = divmod(window.world_size, launch.ranks_per_node)
