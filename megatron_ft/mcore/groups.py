@@ -309,9 +309,9 @@ class Groups:
         )
 
     def move(self, parallel: ParallelConfig, *, rank: int, world_size: int, timeout_seconds: float) -> "Groups":
-        """Create the process groups of another rank, ``rank``, from the handles of these groups, which must not be
-        connected. A model that references the handles then works as the model of ``rank``. So the model must have
-        the layers, the tensor-parallel part and the experts of ``rank``."""
+        """Create the process groups of another rank, ``rank``. Reuse the handles of these groups, which must not be
+        connected, so that a model that was built with the handles becomes the model of ``rank``. This model must
+        have the layers, the tensor-parallel part and the experts of ``rank``."""
         # The order of the handles fits: ranks with the same model part create the same kinds of groups in this order.
         _forget_groups()
         with reusing(self.handles):

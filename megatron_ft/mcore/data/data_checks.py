@@ -54,7 +54,7 @@ class Samples:
         return tokens
 
     def locate(self, index: int) -> Place:
-        """Return the place of sample ``index``: source, epoch of the source, and index of the sample in the source."""
+        """Find sample ``index``: return its source, the epoch of this source, and the sample's index in the source."""
         return self.plan.order.locate(index)
 
     @property
@@ -68,7 +68,7 @@ class Samples:
         return sum(span.num_tokens for span in self.plan.spans)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of ``plan``. Two splits with the same fingerprint have the same samples."""
+        """Return the fingerprint of this split. Two splits with the same fingerprint have the same samples."""
         return self.plan.fingerprint()
 
     def _read(self, source: int, start: int, count: int) -> np.ndarray:

@@ -107,7 +107,8 @@ class _LayerHistory:
             found.scalers = self._scalers(number)
 
     def begin(self) -> None:
-        """Begin an iteration or an evaluation: compute the scales, and give experts new on this rank their scalers."""
+        """Begin an iteration or an evaluation: compute the scales. If this rank has other experts than before,
+        set the scalers of their linear layers."""
         self.amax.begin()
         if self._mixture is None or self._places == self._mixture.local_expert_indices:
             return

@@ -197,7 +197,7 @@ class PlacementManager:
         )
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
-        """Return the ``Replicas`` of this rank's model for ``plan``; with None, for the stage's current placement."""
+        """Combine ``plan`` (None: the current placement of this rank's stage) with the dispatch backend for a model."""
         return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:

@@ -391,7 +391,8 @@ class ReplicaMixtureLayer(MixtureLayer):
             )
 
     def replace(self, dropped: int, expert: int) -> None:
-        """Record that the tensors of ``dropped`` now contain ``expert``. Tokens are redirected only by ``use``."""
+        """Record that the tensors of expert ``dropped`` now contain ``expert``. Tokens are sent to the same ranks as
+        before until ``use`` is called."""
         place = self.local_expert_indices.index(dropped)
         self.local_expert_indices[place] = self.experts.expert_ids[place] = expert
 

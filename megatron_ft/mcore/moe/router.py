@@ -104,8 +104,8 @@ class PaddingAwareRouter(TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Drop tokens of ``probs`` and ``routing_map`` [T, E] beyond the capacities of their experts, as Megatron does.
         Experts that lost tokens in a recovery keep additional tokens, as far as other experts leave capacity unused.
-        Return probs, routing_map and the number of additional tokens of each expert [E]. This number is None if every
-        expert has repaid its lost tokens."""
+        Return probs, routing_map and the number of additional tokens of each expert [E], or None instead of this number
+        if no expert may process additional tokens."""
         limits = self._limits
         kept_probs, kept = apply_router_token_dropping(
             probs,
@@ -264,7 +264,7 @@ class _ForcedChoice:
     """Replacement for Megatron's ``RouterReplay`` that selects given experts, not those with the highest scores."""
 
     experts: torch.Tensor
-    """The experts to select, int64 [T, K]."""
+    """The K experts to select for each of T tokens, int64 [T, K]."""
 
     def get_replay_topk(
         self,

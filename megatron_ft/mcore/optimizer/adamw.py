@@ -39,13 +39,13 @@ class Master:
 
     name: str
     unique_name: str
-    """Key of the random numbers of stochastic rounding: ``name``, then the tensor-parallel part's number if above 0."""
+    """Name on which stochastic rounding depends: ``name``, then the tensor-parallel part's number if above 0."""
     start: int
     """Index of the first element of ``tensor`` in the flattened parameter."""
     tensor: torch.Tensor
     state: dict[str, Any]
     parts: dict[str, torch.Tensor]
-    """Master weight, moments and step count by component, from ``state_tensors``."""
+    """Result of ``state_tensors``: master weight, moments and step count as flat views, by name of the component."""
     weight_decay: float
 
 
@@ -148,7 +148,8 @@ def weight_of(
 def follow_parameters(
     optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module], pg_collection: ProcessGroupCollection
 ) -> None:
-    """Copy the names and the mark ``shared`` from parameters to their masters. Needed after experts moved in place."""
+    """Copy names, and the attribute ``shared`` that Megatron sets, from parameters to their master weights. Call this
+    after experts have moved in place."""
     names = scaled.names_of(model_chunks, pg_collection)
     for member in sub_optimizers(optimizer):
         for parameter, master in masters_of(member):
@@ -312,15 +313,16 @@ def _own_steps(member: MegatronOptimizer, step: int) -> None:
 
 
 GroupKeys = list[list[Any]]
-"""Keys of the parameter groups of all ranks: one list for each time that Megatron gathers keys. A key has two elements:
-options that replace the optimizer's for this group, or None; and whether the group has expert parameters."""
+"""Keys of the parameter groups of all ranks, with one inner list for each all-gather by which Megatron collects keys
+while it builds the optimizer. A key has two elements: options that replace the optimizer's for this group, or None; and
+whether the group has expert parameters."""
 
 
 @contextmanager
 def _agreeing(known: GroupKeys | None, *, is_offline: bool) -> Iterator[GroupKeys]:
-    """Yield a list. Building an optimizer in the ``with`` block appends the keys of its groups to the list. Megatron
-    gathers the keys of all ranks, because all ranks must have the same groups. With ``known``, this rank uses these
-    keys and does not communicate. With ``is_offline`` and without ``known``, this rank uses only its own keys."""
+    """Yield a list, to which the keys of parameter groups are added when an optimizer is built in the ``with`` block.
+    Usually, Megatron gathers the keys of all ranks, because all ranks must have the same groups. If ``known`` is given,
+    this rank uses these keys and does not communicate. Otherwise, with ``is_offline``, it uses only its own keys."""
     gathered: GroupKeys = []
     native = dist.all_gather_object
 
@@ -485,7 +487,7 @@ def _frozen_masters(part: MegatronOptimizer) -> list[torch.Tensor]:
 
 
 def _count_update(part: Any) -> None:
-    """Increase the step counts of frozen parameters of ``part``, so that all parameters have the same count."""
+    """Increase the optimizer's step counts of frozen parameters, so that all its parameters have the same count."""
     masters = _frozen_masters(part)
     # Fused optimizers count per group.
     if not masters or not isinstance(part.optimizer, torch.optim.Adam | ScaledAdamW):

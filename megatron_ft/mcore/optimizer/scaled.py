@@ -37,7 +37,7 @@ from transformer_engine_ext.regimes import REGIMES, Regime
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StateFormat:
-    """Formats of the optimizer state of a job, and the names that key the random numbers of stochastic rounding."""
+    """Formats of a job's optimizer state. Random numbers of stochastic rounding depend on ``seed`` and ``names``."""
 
     regime: Regime
     seed: int | None
@@ -45,7 +45,7 @@ class StateFormat:
     names: Mapping[torch.nn.Parameter, str]
     """Global name of each parameter, with the number of the tensor-parallel part if it is above 0."""
     backend: Backend = REFERENCE
-    """Implementation that computes the updates."""
+    """Implementation that computes the optimizer's updates: PyTorch, C++ or CUDA."""
 
     @classmethod
     def of(
@@ -81,8 +81,8 @@ class StateFormat:
         return compute_weights(self.regime, master, start).decode(parameter.dtype)
 
     def round_weight(self, parameter: torch.Tensor) -> None:
-        """Round a whole compute weight as the first update would: to the master's format, then to the weight's. The
-        result is the same on every rank, without communication."""
+        """Round a whole compute weight as the first update would round it: first to the format of master weights, then
+        to the format of compute weights. The result is the same on every rank, without communication."""
         master = quantize_blocks(parameter.detach().reshape(-1).float(), self.regime.master)
         parameter.detach().copy_(self.weight(parameter, master, 0).view_as(parameter))
 
@@ -100,7 +100,7 @@ def names_of(
 
 
 def quantized(kind: str, parts: Mapping[str, torch.Tensor]) -> QuantizedTensor:
-    """Return the component ``kind`` (such as a moment) of ``parts``, with its scales if there are any."""
+    """Return ``parts[kind]``, e.g. a moment, as a quantized tensor, with its scales if ``parts`` contains any."""
     none = torch.empty(0, dtype=torch.uint8, device=parts[kind].device)
     return from_parts(kind, {f"{kind}_scales": none, **parts}, BLOCK_ELEMENTS)
 
@@ -139,7 +139,7 @@ class _Scaled:
         return {**found, "step": self.optimizer.state[held]["step"].view(-1)}
 
     def rename(self, names: Mapping[torch.nn.Parameter, str]) -> None:
-        """Change the names that are the keys of stochastic rounding and of checkpoints. Needed when experts move."""
+        """Rename parameters after experts have moved. Checkpoints and stochastic rounding depend on the names."""
         self.format = replace(self.format, names=names)  # type: ignore[misc]
         self.optimizer.rename(
             {id(held): ParameterRange(name=names[p], start=self.start_of(p)) for p, held in self.pairs()}
@@ -249,7 +249,7 @@ def scaled_classes(state_format: StateFormat | None) -> Iterator[None]:
 # PP, EP or DP sizes can load them.
 
 Described = dict[str, dict[str, ShardedTensor]]
-"""Shards of this rank: [component][name of the parameter]."""
+"""This rank's shards of the optimizer state for a checkpoint, as [component][name of the parameter]."""
 
 
 def describe(member: Any, model_shards: dict[str, Any], *, is_loading: bool) -> Described:

@@ -47,7 +47,7 @@ class _Kept:
     states: list[dict[str, torch.Tensor]]
     """Tensors of each parameter by component, in the order of ``adamw.state_tensors``."""
     optimizer: ScaledAdamW | None
-    """Optimizer that updates ``states``; None if they are FP32."""
+    """Optimizer that updates the copied ``states`` if they are quantized; None if they are FP32."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all copied tensors by name: ``<name>/master``, ``/exp_avg``, ``/exp_avg_sq``, ``/step``, and scales if
@@ -102,7 +102,7 @@ class StateCopies:
         mine = list(masters(model_chunks, optimizer))
         self._format = state_format_of(optimizer)
         self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
-        """Range (start, stop) of elements that this rank updates, by parameter. Only a change of ranks changes it."""
+        """Range (start, stop) of each parameter that this rank updates; the same while the job has the same ranks."""
         self.kinds = {kind: tensor.dtype for kind, tensor in mine[0].parts.items()} if mine else {}
         """Dtype of each component of the optimizer state. All parameters have the same components."""
         self._lent = self._lendings(mine, plan, placement)
