@@ -32,7 +32,7 @@ class _Built:
     engine: TrainingEngine
     groups: GroupsPutAway
     state: TrainState
-    """State right after the build, besides parameters and optimizer state."""
+    """State directly after the build, e.g. random number generators; without parameters and optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Prebuilder:
         self._built: dict[int, _Built] = {}
         self._taken: Taken | None = None
         self.why_not = "nothing was built in advance"
-        """Reason why ``take`` has returned None."""
+        """Reason why ``take`` has found no engine that was built in advance for a rank's model part."""
 
     def build(self) -> None:
         """Build an engine for each model part that is planned for this node. Begin no further engine after a membership

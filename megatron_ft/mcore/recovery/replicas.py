@@ -186,7 +186,8 @@ class ElasticTrainer(KeptLayoutTrainer):
         self, carried: Carried | None, groups: Groups
     ) -> tuple[list[RankStatus], list[str], list[Moved | None], list[dict[str, Any] | None]]:
         """Gather four lists with one entry per rank: the rank's status; the fingerprint of its samples; its model part
-        and experts, or None if its holdings (records of its state) show these; and its ``Shards.statement`` or None."""
+        and experts if experts have moved since its placement was recorded, otherwise None; and ``Shards.statement``,
+        which describes its optimizer shards, or None if it has none."""
         status = RankStatus.of(() if carried is None else carried.holdings, self.spared).to_json()
         has_moved = carried is not None and carried.has_moved
         experts = [carried.part, list(by_expert(carried.state))] if carried is not None and has_moved else None
@@ -258,7 +259,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         """Send state to ranks that lack it, then build and fill model and optimizer. All ranks must call this.
 
         Args:
-            carried: this rank's state; None on a rank without the state from which ``move`` starts.
+            carried: this rank's state; None if the rank lacks the state from which the other ranks continue.
             shards: move of the distributed optimizer's shards; None without a distributed optimizer.
         """
         host, held, shapes = move.share(carried, groups)
@@ -403,8 +404,8 @@ class ElasticTrainer(KeptLayoutTrainer):
     def carry(self, target: Target, *, in_place: bool = False) -> Carried | None:
         """Return this rank's state after the iteration of ``target``; None if the rank has no state. Call this before
         the process groups are destroyed. If the membership has committed no iteration, the result contains the state
-        with which the rank began the membership. If the rank has also received the state for the membership's
-        placement, the result contains this state, too.
+        with which the rank began the membership. If the rank has already received all other state that the placement of
+        the membership assigns to it, the result contains this state, too.
 
         Args:
             in_place: whether the next membership keeps the layout. The tensors then stay in the engine; otherwise they

@@ -14,7 +14,7 @@ from megatron_ft.mcore.snapshot.local_window import PLACEMENT, LocalWindow
 from megatron_ft.mcore.snapshot.restorer import SnapshotRestorer
 
 SHOWN_REASONS = 8
-"""Largest number of reasons in one error message."""
+"""Largest number of reasons that one error message lists. The message gives only the number of the others."""
 
 
 def select_restore_source(
@@ -97,7 +97,7 @@ def _not_chosen(config: JobConfig) -> str:
 
 
 def _check_start_over(unusable: Sequence[str], *, run_dir: Path, start_over: bool) -> None:
-    """Raise an error if a run without usable state must not start at iteration 0 or from another run's checkpoint.
+    """Check that a run without usable state may start at iteration 0, or from a checkpoint of another run.
 
     Args:
         unusable: checkpoints and windows of the run that cannot be used, with the reason for each.

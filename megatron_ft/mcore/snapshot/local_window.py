@@ -280,7 +280,7 @@ class Replayer:
         self._collectives = Collectives(engine.groups.vote) if collectives is None else collectives
         self._is_whole = self._collectives.num_ranks == engine.groups.vote.size()
         self.staged_bytes = 0
-        """Largest number of bytes that a load has sent and received at one time."""
+        """Largest number of bytes that this rank has sent and received at one time while it loaded a slice."""
 
     def load(self, index: int) -> None:
         """Restore slice ``index`` on every rank that has any of its elements. Slice 0 also restores the ``TrainState``.

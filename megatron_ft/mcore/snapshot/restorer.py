@@ -280,9 +280,8 @@ class SnapshotRestorer:
         )
 
     def set_aside_later(self, iteration: int, *, is_new_job: bool) -> None:
-        """Rename persisted windows that must not be used again, so that this job can write windows with the same names.
-        These are all windows of other runs. If the job is new or a window was rejected, windows after ``iteration`` are
-        renamed, too."""
+        """Rename persisted windows that must not be used again, so that this job can write windows with the same names:
+        all windows of other runs and, if the job is new or a window was rejected, all windows after ``iteration``."""
 
         def rename(folder: WindowFolder) -> None:
             folder.set_aside(self._other_runs)

@@ -64,7 +64,7 @@ class _SnapshotStats:
         self._arena: Arena | None = None
 
     def end_captures(self, figures: CaptureFigures) -> None:
-        """Add the final ``figures`` of a capture. The counters of the next capture start at 0."""
+        """Add ``figures``, the final costs of a ``WindowCapture``. The counters of the next one start at 0."""
         self._add(figures)
         self._seen |= {"stalled_seconds": 0, "captured_bytes": 0, "idle_copied_bytes": 0}
 
@@ -109,7 +109,7 @@ class _SnapshotStats:
 
 
 Rows = tuple[tuple[int, ...], ...]
-"""Number of tokens, as [layer][expert]."""
+"""Number of tokens that were routed to each expert in one iteration, as [layer][expert]."""
 
 SliceHeader = Callable[[int], Header]
 """Function that takes the index of a slice, and captures the values for the header of this slice. It returns a function
@@ -121,14 +121,14 @@ _MAX_LOAD_RECORDS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """Objects that depend on the plan and on the addresses of tensors, and are created again when these change."""
+    """Objects of a ``Snapshotter`` that are created again when the plan of windows or addresses of tensors change."""
 
     view: OperatorView
     capture: WindowCapture
     host_bytes: int
-    """Host memory in bytes that windows and copies need on the node that needs most."""
+    """Host memory in bytes for windows and copies of other nodes' windows, on the node that needs the most memory."""
     partial: PartialWindows | None
-    """Experts that each window has captured. None if every window captures all experts."""
+    """Records which experts each window has captured; None if every window captures all experts."""
 
     @property
     def plan(self) -> WindowPlan:
@@ -196,7 +196,7 @@ class Snapshotter:
 
     @property
     def needs_loads(self) -> bool:
-        """Whether ``observe`` must be called after every iteration, because the policy depends on loads."""
+        """Whether ``observe`` must be called after every iteration, because the policy needs the experts' loads."""
         return self._policy.trigger is not None or self._expert_policy is not None
 
     def observe(self, load: torch.Tensor) -> None:
@@ -204,8 +204,8 @@ class Snapshotter:
         self._loads.append(tuple(tuple(row) for row in load.tolist()))
 
     def resume(self, window: StoredWindow, plan: WindowPlan) -> None:
-        """Capture the next windows with ``plan``. Keep ``window`` (a ``LocalWindow.stored``) until a newer window is
-        committed."""
+        """Capture the next windows according to ``plan``. Keep ``window``, from which the job continues (see
+        ``LocalWindow.stored``), until a newer window is committed."""
         start, self._plan, self._kept_generation = window.start_iteration, plan, window.generation
         self._buffers = WindowBuffers(held={start: window.buffer or 0}, committed=start)
         is_here = window.where == "own"
