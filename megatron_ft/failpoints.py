@@ -4,7 +4,7 @@ A failpoint is a fault in a named phase, written as a call, e.g. ``kill(rank=1, 
 fault happens once in each process that it matches. A record is on disk *before* the fault happens, so that a test can
 prove the injection. A failpoint with ``generation`` matches only in this generation, and its ``rank`` is the rank of a
 process in this generation. A failpoint without ``generation`` matches in every generation. Its ``rank`` is then the
-first rank of a process, because the rank may change with the membership.
+rank that a process had when it called ``arm``, because the rank may change with the membership.
 
 Training calls ``hit`` in each phase. ``hit`` also reports the rank's progress to the function that ``watch`` has set.
 If there is neither a failpoint nor such a function, ``hit`` only evaluates two conditions.

@@ -40,7 +40,7 @@ def free_port(interface: str) -> int:
 
 
 NUM_PORTS = 16
-"""Number of ports that a node offers for its store, so that this many consecutive generations use different ports."""
+"""Number of ports that a node offers for the rendezvous store. So many consecutive generations use different ports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class StoreEndpoint:
     ports: Annotated[tuple[Annotated[int, Between(1, 65535)], ...], Length(1, NUM_PORTS)]
 
     def port_of(self, generation: int) -> int:
-        """Return the port of the store of a generation."""
+        """Return the port at which the rendezvous store of ``generation`` listens."""
         # A port is used again after ``NUM_PORTS`` memberships, when its earlier store has long been closed.
         return self.ports[generation % len(self.ports)]
 

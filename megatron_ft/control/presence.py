@@ -30,7 +30,8 @@ from megatron_ft.serde import Between, Length
 PROBE_SECONDS = 0.25
 """Seconds between two probes (a byte, or an attempt to connect). A living kernel answers within this time."""
 DOUBT_SECONDS = 0.5
-"""Time without acknowledgement after which new connections are tried: each of these attempts sends a packet at once."""
+"""Time without an acknowledgement of a byte after which the controller tries new connections. Unlike another byte, each
+attempt sends a packet at once."""
 _CLOSED_SECONDS = 1.0
 """Pause before the next attempt to connect, after the other machine has closed or refused a connection."""
 _REPORT_SECONDS = 10.0
@@ -69,7 +70,7 @@ class PresencePort:
         self.endpoint = PresenceEndpoint(address=host, port=port)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the port's sockets. The ``data`` of a socket is the function to call when the socket is readable."""
+        """Register the port's sockets in ``selector``, with ``data``: the function to call for a readable socket."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -119,7 +120,8 @@ class _Machine:
 
     node: int
     process_id: int
-    """Process id of the agent. Reports of a loss contain it, so the loss of a replaced agent has no effect."""
+    """Process id of the agent. A report that the machine has vanished contains it, so that such a report has no effect
+    if another agent of this node has registered meanwhile."""
     endpoint: PresenceEndpoint
     sock: socket.socket | None = None
     is_open: bool = False

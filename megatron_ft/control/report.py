@@ -57,14 +57,14 @@ class JobResult:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "JobResult":
-        """Read the result of ``to_json``."""
+        """Make a ``JobResult`` from JSON that ``to_json`` has returned."""
         details = {int(rank): about for rank, about in content["details"].items()}
         found: JobResult = decode(cls, {**content, "details": {}})
         return replace(found, details=details)
 
     @classmethod
     def of(cls, state: State, reason: str, details: dict[int, Message]) -> "JobResult":
-        """Make the result of a job that has ended in ``state``."""
+        """Make the result of a job from ``state``, what the controller knew when the job ended."""
         firsts = [Failure.first_of(failures) for failures in state.survived]
         survived = tuple("nodes joined or left on request" if first is None else first.detail for first in firsts)
         return cls(state.outcome, reason, state.first_failure, details, survived, state.num_reforms)
@@ -214,11 +214,11 @@ def _logs(run_dir: Path, details: Message) -> str:
 
 
 def resume_advice(command: Sequence[str], run_dir: Path, *, has_checkpoint: bool, fails_again: bool = False) -> str:
-    """Return the command that continues the run.
+    """Return a text for the user with the command that continues the run.
 
     Args:
         command: the command that started this job, ``sys.argv`` with the interpreter.
-        fails_again: whether this command, unchanged, would end with the same error.
+        fails_again: whether the continued run would end with the same error if the user changes nothing.
     """
     kept = [word for word in command if not word.lstrip("+").startswith(_NOT_AGAIN)]
     mode = "must" if has_checkpoint else "auto"
@@ -288,7 +288,7 @@ class InjectedFaults:
 
 
 def failed_start_records(step: Step) -> list[Record]:
-    """Return a record for each node whose start failed in this step."""
+    """Return a record for each failed start of a node that the controller has detected in ``step``."""
     return [
         NodeStartFailed(node=failed.node, reason=failed.reason, starts_again=failed.starts_again)
         for failed in step.state.failed_starts

@@ -66,7 +66,7 @@ def join_address(host: str, port: int) -> str:
 
 
 class RpcServer:
-    """Serves one table of methods on one address."""
+    """A gRPC server that offers one table of methods on one address."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ _REFUSALS = (
 
 
 class RpcClient:
-    """Calls the methods of one service."""
+    """A gRPC client that calls the methods of one service."""
 
     def __init__(
         self,
@@ -412,11 +412,11 @@ class _UnauthenticatedConnections:
         self._thread = threading.Thread(target=self._watch, name="unauthenticated", daemon=True)
 
     def start(self) -> None:
-        """Watch in a separate thread."""
+        """Start the thread that watches the connections."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching."""
+        """End the thread that watches the connections."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -175,7 +175,7 @@ class RunDir:
         Args:
             may_be_in_memory: whether the run's state may be in memory only, so that ``run.resume=must`` does not need a
                 checkpoint in the folder.
-            keeps_config: whether the file with an earlier job's configuration stays, because this job does not train.
+            keeps_config: whether an earlier job's ``config.yaml`` is not replaced, because this job does not train.
 
         Raises:
             ConfigError: the name is invalid, ``run.resume`` does not allow this state of the folder, or another job
@@ -351,7 +351,7 @@ def _failed_to_start(path: Path) -> bool:
 
 
 def _set_aside(path: Path) -> None:
-    """Move the files of a failed start into a separate folder."""
+    """Move the files of a run that failed before its first trained iteration to the subfolder ``failed-start-NNN``."""
     entries = [each for each in path.iterdir() if each.name != _LOCK_FILE and not each.name.startswith(_FAILED_START)]
     if not entries:
         return

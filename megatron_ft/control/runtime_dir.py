@@ -45,7 +45,7 @@ class Use:
             fcntl.flock(self.descriptor, fcntl.LOCK_SH)
 
     def end(self) -> None:
-        """End the use. The last process that uses the folder removes it."""
+        """End this process's use of the folder. If no other process uses the folder, remove it."""
         descriptor, self.descriptor = self.descriptor, None
         if descriptor is None:
             with contextlib.suppress(OSError):  # it is not empty, or not there

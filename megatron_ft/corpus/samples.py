@@ -7,8 +7,9 @@ reads only small parts of large files.
 The order of samples is a pure function of (seed, index), computed in constant memory. It does not depend on the length
 of a run or on its parallel layout. In each epoch, a bijection with its own key permutes the samples of a source. This
 bijection is a Feistel network with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
-2002). Its domain is the smallest square number that is not below the number of samples. Indices are divided into equal
-blocks. The weights of the sources determine how many indices of a block each source gets. A bijection shuffles a block.
+2002). Its domain is the smallest square number that is not below the number of samples. The order is divided into
+blocks of equal length. The weights of the sources determine how many samples of a block come from each source. Another
+bijection shuffles the block.
 """
 
 import hashlib
@@ -174,7 +175,7 @@ class SplitPlan:
     spans: tuple[Span, ...]
     order: _SampleOrder
     document_rules: tuple[str, ...] = ()
-    """Names of ``DOCUMENT_KEYS`` that are true in the configuration, then ``eod=<id>``. Empty if none is true."""
+    """Keys about document boundaries (``DOCUMENT_KEYS``) that are true, then ``eod=<id>``. Empty if none is true."""
 
     def fingerprint(self) -> str:
         """Return a hexadecimal digest of the split: its order of samples, the sizes of its sources, their first and

@@ -177,7 +177,7 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _raise(command: str, hard: int | None, needed: int | None) -> str:
-    """Return the advice to raise a limit with ``command``, or first to let the administrator raise the hard limit."""
+    """Return the advice to raise a limit with ``command``, and to have the hard limit raised first if necessary."""
     if hard is None or (needed is not None and needed <= hard):
         return f"run {command} in the shell or script that starts the job"
     return f"ask the administrator to raise the hard limit (/etc/security/limits.conf, slurmd), then run {command}"

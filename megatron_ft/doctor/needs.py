@@ -16,7 +16,8 @@ from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNeeds:
-    """Needs of a job on one machine, which the checks compare with the machine. ``dry_run`` prints the same sizes."""
+    """What a job needs on one machine (memory, disk, ports, software). Checks compare it with what the machine has.
+    ``dry_run`` prints the same sizes."""
 
     mode: str
     interface: str

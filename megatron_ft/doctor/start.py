@@ -81,7 +81,7 @@ def check_host_memory(config: JobConfig, plan: JobPlan) -> None:
 
 
 def with_compiler_note(plan: JobPlan, config: JobConfig) -> JobPlan:
-    """Return ``plan`` with a note for each missing compiler without which no ranks can start on this machine."""
+    """Return ``plan`` with a note for each missing compiler that the start of ranks on this machine requires."""
     if config.launch.mode != "local":
         return plan
     notes = [

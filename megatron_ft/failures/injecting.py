@@ -37,8 +37,8 @@ def _links_to(process_ids: Iterable[int]) -> list[str]:
     """Return the names of the veth links that connect this network namespace with the namespaces of the processes.
 
     Raises:
-        CannotCut: a process has ended or is in this network namespace; a link of its namespace does not lead here; or
-            the programs ``ip`` and ``nsenter`` are missing or not allowed.
+        CannotCut: a process has ended or is in this network namespace; a link of its namespace ends in a third
+            namespace; or the programs ``ip`` and ``nsenter`` are missing or not allowed.
     """
     here = os.readlink("/proc/self/ns/net")
     far: set[int] = set()
@@ -117,7 +117,7 @@ class _Operator(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Injector:
-    """Injects faults into one running job, and records each fault. Arguments ``about`` are added to the record."""
+    """Injects faults into one running job, and records each fault. A record contains the arguments ``about``, too."""
 
     run_dir: Path
     ranks_per_node: int
@@ -183,7 +183,7 @@ class Injector:
         """Let all writes of the nodes' processes to files fail with the error EFBIG for ``seconds``.
 
         During this time, the processes' limit on file sizes (RLIMIT_FSIZE, see setrlimit(2)) is 0. It also applies to
-        files in memory, but not to reads, sockets and pipes. Child processes that start meanwhile keep it.
+        files in memory, but not to reads, sockets and pipes. Child processes that start meanwhile keep the limit 0.
 
         Raises:
             NotInjected: a node has no process, or the processes belong to another user.
@@ -235,7 +235,7 @@ class Injector:
             self.pause(_PAUSE_SECONDS)
 
     def replay(self, schedule: FailureSchedule, *, until: Callable[[], bool] | None = None) -> list[str]:
-        """Inject the events of a schedule, which begins now, and wait for its end. Kill the nodes that leave.
+        """Inject the events of ``schedule``, whose time begins now, and wait for its end. Lost nodes are killed.
 
         Args:
             until: ends the replay when it returns true, e.g. because the job has ended.

@@ -75,7 +75,7 @@ class AgentSpec:
     """Endpoint at which this node can serve the rendezvous store; null if the controller's machine serves it."""
 
     def to_line(self) -> bytes:
-        """Return the spec as one line of JSON."""
+        """Encode this spec of an agent as one line of JSON."""
         return json.dumps(encode(self)).encode() + b"\n"
 
 
@@ -85,7 +85,7 @@ class ControllerSilent(ControlError):
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """The controller has refused a call of this node."""
+    """Entry of the queue of orders, made when the controller has refused a call or has sent an invalid order."""
 
     reason: str
 
@@ -131,7 +131,7 @@ class _Agent:
         """Serve until the controller orders this agent to end, or is lost. Return the process's exit code.
 
         Raises:
-            ControllerSilent: the controller does not answer. Ranks end when the agent is closed.
+            ControllerSilent: the controller does not answer. The ranks run until the caller calls ``close``.
         """
         for source, callback in (
             (self._listener, self._ranks.accept),

@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 MAX_CLIENTS = 512
-"""Largest number of open connections; further ones are closed at once."""
+"""Largest number of open connections of clients to the fork server, which closes further connections at once."""
 
 HELD_SIGNALS = (signal.SIGTERM,)
 """Signals that a new rank blocks until its handlers are installed. A stop request that arrives earlier therefore waits

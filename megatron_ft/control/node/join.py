@@ -2,10 +2,11 @@
 ARRAY_JOB_ID``.
 
 This process waits until a launcher has published its file for nodes (``join_file``), the launcher's controller answers,
-and no living process has the node's number. Then it starts ``node.main``, and writes the spec with the job's token into
-a pipe, the node's standard input. When this process ends for any reason, the pipe closes and the node ends. If the node
-ends before the job, this process starts it again. The launcher's file limits the number of starts. Starts under a later
-launcher (another token) count separately. When the marker of the job's end exists, this process exits with 0.
+and no living process has the node's number. Then it starts the node (``node.main``), and writes the node's spec, which
+contains the job's token, into a pipe: the node's standard input. When this process ends for any reason, the pipe closes
+and the node ends. If the node ends before the job, this process starts it again. The launcher's file limits the number
+of starts. Starts under a later launcher (another token) count separately. When the marker that the job has ended
+exists, this process exits with 0.
 """
 
 import argparse
@@ -52,9 +53,9 @@ class _Node:
     _stays: dict[str, int] = field(default_factory=dict)
     """Maps each launcher's token to the number of times that the node has joined the job of this launcher."""
     _ended: set[str] = field(default_factory=set)
-    """Tokens of launchers whose job has ended for this node. Files with these tokens are stale."""
+    """Tokens of launchers whose job this node has finished. The node ignores a ``join.json`` with one of them."""
     _complaint: str = ""
-    """Last message about an unreadable file. The same message is not printed again."""
+    """Last printed error in reading ``join.json`` or the end marker. The same error is not printed twice in a row."""
 
     def run(self) -> int:
         """Run the node until the job is over. Return the process's exit code.
@@ -156,7 +157,7 @@ def _wait(process: _Process, seconds: float) -> int | None:
 
 def _nodes_of(found: JoinFile) -> set[int] | None:
     """Ask the controller at the address in ``found`` which nodes have a living agent, and return these nodes. Return
-    None if the controller does not answer: the file may be from a launcher that has died.
+    None if the controller does not answer: ``found`` may be the file of a launcher that has died.
 
     Raises:
         ConfigError: the certificates cannot be read on this machine.
@@ -173,7 +174,7 @@ def _nodes_of(found: JoinFile) -> set[int] | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Return its exit code."""
+    """Run a node until the job is over (the command of this module). Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--node", type=int, required=True, help="number of this node, from 0")

@@ -20,12 +20,12 @@ _FILE = "join.json"
 
 @dataclass(frozen=True, kw_only=True)
 class JoinFile:
-    """Content of the file: what every node of a job needs to join."""
+    """Content of ``join.json``: what every node of a job needs to join."""
 
     agent: AgentSpec
-    """Spec of node 0; ``spec_of`` makes the specs of other nodes."""
+    """Spec of the agent of node 0; ``spec_of`` makes the specs of other nodes from it."""
     preload: list[str]
-    """Modules that fork servers import."""
+    """Modules that the node's fork server imports before it forks ranks."""
     job_id: str
     """Id of the job in the scheduler; a node that runs in another job of the scheduler must not join."""
     num_nodes: int
@@ -45,7 +45,7 @@ class JoinFile:
 
     @classmethod
     def read(cls, run_dir: Path) -> "JoinFile | None":
-        """Read the file of the newest launcher of a run. Return None if the file does not exist.
+        """Read the ``join.json`` of a run's newest launcher. Return None if the file does not exist.
 
         Raises:
             ControlError: the file can be read by other users, belongs to another user, is too large, or damaged.
@@ -60,13 +60,13 @@ class JoinFile:
         return found
 
     def publish(self, run_dir: Path) -> None:
-        """Write the file of a run, and replace the file of an earlier job."""
+        """Write this content to the ``join.json`` of a run. A file of an earlier job is replaced."""
         _path(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
         write_secret(_path(run_dir), json.dumps(encode(self)).encode() + b"\n")
 
     @classmethod
     def withdraw(cls, run_dir: Path) -> None:
-        """Remove the file, because the job has ended."""
+        """Remove the ``join.json`` of a run, because the job has ended."""
         _path(run_dir).unlink(missing_ok=True)
 
 

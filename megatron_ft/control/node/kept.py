@@ -36,21 +36,20 @@ _START_TIME_FIELD = 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptServers:
-    """Time for which the job's snapshot servers outlive the job, and a description of earlier servers that the job can
-    take over."""
+    """How long this job's snapshot servers outlive the job, and which servers of earlier jobs it can take over."""
 
     seconds: int
     """Seconds for which servers outlive their agents. If 0, servers of earlier jobs are ended and not taken over."""
     run_id: str
     fingerprint: str
-    """Hash of the layout and of further settings. A later job can use the windows only if its own hash is equal."""
+    """Hash of layout, model, precision and optimizer. A later job can use the windows only if it has the same hash."""
     first_generation: int
-    """Number that is added to generation numbers in windows, so that later jobs of the run have larger numbers."""
+    """Number that this job adds to generation numbers in its windows, so that they exceed those of earlier jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """Content of the record that lets the next job find a server."""
+    """Content of the record from which the run's next job finds and takes over a snapshot server."""
 
     run_id: str
     node: int
@@ -79,7 +78,7 @@ def record_path(socket_path: Path) -> Path:
 
 
 def write_record(kept: KeptServers, node: int, *, process_id: int, socket_path: Path, address: str, token: str) -> None:
-    """Write the record of a running server."""
+    """Write the record from which the run's next job finds and takes over a running snapshot server."""
     start_ticks = _start_ticks(process_id)
     if start_ticks is None:
         return  # the server has ended, which its agent notices
@@ -186,7 +185,7 @@ def _adopt(kept: KeptServers, record: _Record, *, token: str, interface: str) ->
 
 
 def _ask(record: _Record, message: Message, seconds: float = _ANSWER_SECONDS) -> socket.socket:
-    """Send a request with the record's token. Return the connection when the server has agreed.
+    """Send ``message`` with the record's token to the recorded server. Return the connection when the server agrees.
 
     Raises:
         ControlError: the server refused the request.

@@ -45,12 +45,12 @@ class NodeSpec:
     """Id of the Slurm job whose batch host runs the launcher; None if no node has to requeue this job."""
 
     def to_line(self) -> bytes:
-        """Return the spec as one line of JSON."""
+        """Encode this spec of a node as one line of JSON."""
         return json.dumps(encode(self)).encode() + b"\n"
 
     @staticmethod
     def from_line(line: bytes) -> "NodeSpec":
-        """Read the line of ``to_line``."""
+        """Decode a spec from a line that ``to_line`` has returned."""
         found: NodeSpec = decode(NodeSpec, parse_json(line))
         return found
 

@@ -99,7 +99,7 @@ class _Sidecar:
             self.process.stdin.close()
 
     def how_it_ended(self) -> str:
-        """Wait for the end of the sidecar's process, and describe it."""
+        """Wait until the sidecar's process has ended. Return a text with its exit and the last line of its log."""
         returncode = None if self.process is None else self.process.wait()
         how = "exited with code 0" if returncode == 0 else "ended" if returncode is None else ""
         how = how or describe_returncode(int(returncode or 0))

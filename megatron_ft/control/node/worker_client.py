@@ -1,5 +1,5 @@
-"""A rank's side of the control plane: context, reports and orders of the rank, and its connection to the node's
-agent."""
+"""A rank's side of the control plane: its connection to the node's agent, what it reports, which orders it receives,
+and its context (number, membership, sidecars)."""
 
 import contextlib
 import signal
@@ -30,7 +30,7 @@ Abort = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class MembershipOrder:
-    """The order to change the membership at the next iteration boundary. Joining nodes are not known yet."""
+    """The order to change the membership at the next iteration boundary. It does not say which nodes will join."""
 
     leaving: tuple[int, ...]
     """Nodes whose ranks end normally at the boundary, ascending; empty when nodes only join."""
@@ -229,7 +229,7 @@ class InProcessClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Identity of a rank's process when it starts."""
+    """Numbers by which the control plane identifies a rank's process, as they are when the process starts."""
 
     number: int
     """Number of the process during its whole life: ``node * ranks_per_node + local_rank``."""

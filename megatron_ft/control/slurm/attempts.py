@@ -33,7 +33,7 @@ class Witness:
 
     @staticmethod
     def begin(run_dir: Path, hosts: Sequence[str]) -> "Witness":
-        """Return an object that reads the events of an attempt that begins now. It leaves out earlier lines."""
+        """Return the object for an attempt that begins now. It ignores lines that are in the event file already."""
         return Witness(run_dir, hosts, _num_whole_bytes(run_dir / _EVENTS))
 
     def lost_hosts(self) -> tuple[str, ...]:

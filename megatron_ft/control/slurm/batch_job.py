@@ -315,7 +315,7 @@ def _environment(hosts: Sequence[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the process of the batch script."""
+    """Run launchers until the job is over in this allocation (the command of this module). Return the exit code."""
     command = sys.argv[1:] if arguments is None else arguments
     try:
         return _BatchJob(_Site.read(os.environ), command).run()

@@ -39,7 +39,7 @@ def _count_return(run_dir: Path, array: str, *, max_fruitless: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Return its exit code."""
+    """Record that an array's launcher ended without a result (the command of this module). Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run_dir", type=Path, help="the run's folder: run.dir/run.name")
     parser.add_argument("--array", required=True, help="id of the Slurm array")

@@ -160,7 +160,7 @@ class CheckpointFinder:
 
     def verify(self, directory: Path) -> Manifest:
         """Verify all files of ``directory``. Each rank reads a share of the files. Raise CheckpointError on every rank
-        if any rank finds damage, otherwise UnreadableError if the storage could not read a file of any rank."""
+        if any rank finds damage, otherwise UnreadableError on every rank if the storage fails a read of any rank."""
         manifest: Manifest | None = None
         errors: dict[type[CheckpointError], str] = {}
         try:
@@ -184,9 +184,10 @@ class CheckpointFinder:
             return Manifest.verified(directory, part=part, num_parts=num_parts)
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
-        """Return the manifest of ``directory``. Verify the files first, unless this is the first ``check`` since
-        ``newest`` or ``verify`` verified them. With ``trust``, return None for a directory without a manifest, and
-        verify nothing. Raise CheckpointError for damaged files, or for a missing manifest if ``trust`` is false."""
+        """Return the manifest of ``directory``, and verify the files. If the last call of ``newest`` or ``verify`` has
+        verified them, the first ``check`` afterwards does not verify them again. With ``trust``, return None for a
+        directory without a manifest, and verify nothing. Raise CheckpointError for damaged files, or for a missing
+        manifest if ``trust`` is false."""
         if not checkpoints.has_manifest(directory, trust=trust):
             return None
         # Use an earlier verification only once, because the files may change later.
@@ -224,7 +225,7 @@ class SavedTensors(NamedTuple):
     """Identifies the tensors of this rank that a save writes. A later save checks whether they are still the same."""
 
     names: tuple[str, ...]
-    """Global names of the parameters, with the ids of experts."""
+    """Names of the parameters with layer numbers and expert ids that are unique in the whole model."""
     addresses: tuple[int, ...]
     """Addresses of the memory of all parameters, buffers and optimizer state."""
 
@@ -285,7 +286,7 @@ class Planner:
         """Pairs (copy, source) of the tensors that ``repeat`` copies before it returns."""
         self._sources: _Sources = {}
         self._tensors: SavedTensors | None = None
-        """Tensors of the newest plan."""
+        """Names and addresses of the tensors for which the newest plan was made."""
 
     def can_repeat(self, tensors: SavedTensors) -> bool:
         """Return whether a save of ``tensors`` can use the newest plan of this rank again."""
@@ -307,7 +308,8 @@ class Planner:
         """Plan the save of ``shards`` into ``directory``, and copy this rank's tensors. All ranks must call this.
 
         Args:
-            tensors: this rank's parameters, buffers and optimizer state. Other tensors in ``shards`` are copies.
+            tensors: names and addresses of this rank's parameters, buffers and optimizer state. Tensors in ``shards``
+                with other addresses are copies by Megatron, with which later saves cannot use the plan again.
         """
         leaves = [leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedTensor) and leaf.data is not None]
         self._sources = {(leaf.key, tuple(leaf.global_offset)): leaf.data for leaf in leaves}

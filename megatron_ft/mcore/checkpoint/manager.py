@@ -93,7 +93,7 @@ class _LoadResult:
 
 @dataclass(kw_only=True)
 class _Pending:
-    """A save in progress."""
+    """Progress of the dense checkpoint that this rank is saving."""
 
     iteration: int
     consumed_samples: int
@@ -151,7 +151,7 @@ class CheckpointManager:
             keep_last=config.keep_last, keep_every_iterations=config.keep_every_iterations
         )
         self._common: dict[str, Any] = {}
-        """State from the newest save. It is the same on all ranks, and only rank 0 writes it."""
+        """The part of the newest save's state that is the same on all ranks. Only rank 0 writes it."""
         self._pending: _Pending | None = None
         self._copier: Copier | None = None
         self._before_update: list[Callable[[], None]] = []
@@ -218,7 +218,7 @@ class CheckpointManager:
             self._pending.blocked_seconds += time.monotonic() - began
 
     def forget_plan(self) -> None:
-        """Drop the plan of earlier saves. All ranks must call this before experts move, when no save copies tensors."""
+        """Drop earlier saves' plan. All ranks must call this before experts move, and while no save copies tensors."""
         self._planner.forget()
 
     def poll(self) -> None:

@@ -138,7 +138,7 @@ def describe(error: BaseException) -> str:
 
 
 class _Invalid(Exception):
-    """The metadata contains something that torch does not write."""
+    """Raised if the metadata contains something that torch does not write."""
 
 
 def _require(is_valid: bool, what: str, constraint: str) -> None:

@@ -144,8 +144,8 @@ def layout_of(directory: Path, *, weights_only: bool) -> dict[str, bool]:
     tensors of its own. In Megatron-LM's checkpoints, one tensor can contain a weight of all layers or experts.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read. Or, if ``weights_only`` is false, it has no optimizer state, or
-            its optimizer state has a format that depends on the layout of the ranks.
+        CheckpointError: the checkpoint cannot be read; or ``weights_only`` is false, and the optimizer state is missing
+            or has a format that depends on the layout of the ranks.
     """
     common, names = read_common(directory), load_metadata(directory).state_dict_metadata.keys()
     kind = (common.get("content_metadata") or {}).get(_SHARDING_TYPE)
