@@ -79,8 +79,8 @@ class RunStarted(Record):
     resumed_from: str | None = None
     """Checkpoint or window from which the job continues the run; absent for a new run."""
     resumed_from_iteration: int | None = None
-    """Last iteration of the state in ``resumed_from``. Records of earlier jobs about later iterations are void, because
-    the job runs these iterations again."""
+    """Last iteration of the state in ``resumed_from``. Records of earlier jobs about later iterations are no longer
+    valid, because the job runs these iterations again."""
     run_dir: str | None = None
     """Path of the run's folder, as rank 0 sees it."""
     peak_tflops: float | None = None
@@ -187,18 +187,20 @@ class PipelineIdle(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementInForce(Record):
-    """A new assignment of expert replicas to ranks takes effect; the run's folder ``placements/`` contains it."""
+    """A new assignment of expert replicas to ranks takes effect. It is stored in the run's folder ``placements/``."""
 
     iteration: int
     """First iteration with the new placement."""
     reason: str
-    """Reason: ``first``, ``resumed``, ``scripted``, ``membership``, or for a rebalance a text that states ``gain``."""
+    """Reason: ``first``, ``resumed``, ``scripted`` or ``membership``; for a rebalance, a sentence with the value of
+    ``gain``."""
     stages: tuple[str, ...]
     """Description of the new placement, one line for each pipeline stage."""
     moved_bytes: int | None = None
     """Bytes of expert weights and optimizer state that moved between ranks."""
     gain: float | None = None
-    """Predicted reduction of the busiest ranks' number of tokens, as a share of their tokens before the change."""
+    """Predicted reduction of the number of tokens on each layer's busiest rank, summed over the layers, as a share of
+    their number before the change."""
     imbalance_before: float | None = None
     """Largest imbalance of any layer before the change. The imbalance of a layer is the busiest rank's number of tokens
     divided by the mean per rank, both computed from smoothed loads of experts."""

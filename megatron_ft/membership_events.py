@@ -76,8 +76,8 @@ class StageRecovery(Record):
     state from surviving ranks. ``serves``: it sends its upstream log to a stage that replays, or its state to a rank of
     its stage. ``waits``: none of these."""
     start_iteration: int
-    """Newest iteration of the window that the rank's stage loads before it replays. ``iteration`` if it does not
-    replay."""
+    """Newest iteration of the window that the rank's stage loads before it replays; equal to ``iteration`` if the stage
+    does not replay."""
     iteration: int
     """Last iteration that is part of the state from which all ranks continue."""
     num_iterations: int
@@ -226,7 +226,8 @@ class RanksRestarted(Record):
     """Iteration in which the first rank failed. If a node was lost, the latest iteration that any rank had begun. It
     is 0 if no rank had begun an iteration."""
     num_restarts_left: int
-    """Number of further restarts that the job may make. Progress resets it to ``recovery.max_restarts``."""
+    """Number of further restarts that the job may make. It is ``recovery.max_restarts`` again if ranks fail in a later
+    iteration than in all earlier generations."""
     nodes: tuple[int, ...] = ()
     """Numbers of the nodes of the new generation, in the order of their ranks."""
 

@@ -66,7 +66,8 @@ class WindowCommitted(Record):
     lost_share: float | None = None
     """Share of all training tokens whose expert updates were lost so far (PLT). None if windows have all experts."""
     owed_share: float | None = None
-    """Part of ``lost_share`` not replaced by extra tokens yet. None without ``snapshot.repay_capacity_share``."""
+    """Lost tokens that extra tokens have not replaced yet, as a share of the whole training's tokens; a part of
+    ``lost_share``. None without ``snapshot.repay_capacity_share``."""
     stored_at_risk_share: float | None = None
     """Share of the whole training's tokens whose expert updates would be lost if a recovery used the newest window on
     storage. Only present if windows on storage have fewer experts than windows in memory
@@ -153,14 +154,16 @@ class ExpertUpdatesLost(Record):
     num_tokens: int
     """Number of tokens whose expert updates were lost in this recovery, summed over all layers."""
     num_stored_tokens: int = 0
-    """Tokens in ``num_tokens`` that were lost by experts whose state was read from storage. All other tokens in
-    ``num_tokens`` were lost by experts whose state was in memory."""
+    """Part of ``num_tokens`` that was lost by experts whose state was read from storage. All other tokens were lost by
+    experts whose state was in memory."""
     num_memory_experts: int = 0
-    """Number of experts, over all layers, whose state came from memory in a recovery from a window on storage."""
+    """If the recovery used a window on storage: number of experts, over all layers, whose state still came from
+    memory."""
     lost_share: float
     """Tokens whose updates were lost so far, as a share of the whole training's tokens; mean over MoE layers (PLT)."""
     momentary_lost_tokens: float
-    """Sum over MoE layers of: tokens lost by this recovery / tokens processed so far (MLT). It can exceed 1."""
+    """Momentary lost tokens (MLT) of this recovery: for each MoE layer, its lost tokens divided by its tokens processed
+    so far; summed over the layers. It can exceed 1."""
 
     def describe(self) -> Note:
         lost = f"updates of {self.num_tokens} tokens are lost; lost so far: {self.lost_share:.2%} of the whole training"

@@ -273,9 +273,9 @@ class NodesConfig:
     """Number of nodes started in addition to ``launch.num_nodes``. A spare waits until it replaces a lost node."""
     num_prebuilt_parts: int | None = None
     """Number of model parts that each spare builds in advance if ``recovery.keep_layout`` is true. One part contains
-    the model, gradient buffers and optimizer for all ranks of a node. Nodes of one pipeline stage have equal parts if
-    they have the same experts. null: as many parts as fit in ``limits.host_memory_bytes``, or one part if that key is
-    null. 0: a spare builds its part when it replaces a node."""
+    the model, gradient buffers and optimizer for all ranks of a node. All nodes of one pipeline stage that have the
+    same experts can use the same part. null: as many parts as fit in ``limits.host_memory_bytes``, or one part if that
+    key is null. 0: a spare builds its part when it replaces a node."""
     join_window_seconds: float = 5.0
     """Time that the job waits after a node is ready to join. Further nodes that become ready in this time join together
     with this node."""
@@ -318,7 +318,8 @@ class RecoveryConfig:
     report much earlier, because they abort a collective after half a second. The limit must exceed the time that a rank
     computes between two collectives."""
     reconfigure_timeout_seconds: float = 60.0
-    """Longest wait after a loss for the positions (progress) of all remaining ranks and for the new process group."""
+    """Longest wait after a loss until all remaining ranks have reported their positions (progress); also the longest
+    wait for the new process group."""
 
     def may_use(self, strategy: str) -> bool:
         """Return whether the job may use the recovery strategy of this name by itself."""
@@ -537,7 +538,8 @@ class JobConfig:
 
     @property
     def rank_places(self) -> tuple[int, ...]:
-        """Return, for each rank, the index of its node in ``member_domains``."""
+        """Return, for each rank, the index of its node among the nodes with which the job starts, as in
+        ``member_domains``."""
         launch = self.launch
         return tuple(node for node in range(launch.num_nodes) for _ in range(launch.ranks_per_node))
 

@@ -133,9 +133,11 @@ class ModelConfig:
     original_max_position_embeddings: int | None = None
     """Sequence length of the earlier training, in tokens (yarn); null means 4096."""
     beta_fast: float | None = None
-    """Smallest number of rotations of a channel that keeps its wavelength (yarn); null means 32."""
+    """A channel keeps its wavelength if it makes at least this many rotations within the sequence length of the earlier
+    training (yarn); null means 32."""
     beta_slow: float | None = None
-    """Largest number of rotations of a channel whose wavelength is scaled with the full factor (yarn); null means 1."""
+    """A channel's wavelength is scaled with the full factor if the channel makes at most this many rotations within the
+    sequence length of the earlier training (yarn); null means 1."""
     mscale: float | None = None
     """Coefficient with which yarn corrects the attention scale for rotated channels; null means 1."""
     mscale_all_dim: float | None = None

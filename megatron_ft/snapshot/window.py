@@ -442,7 +442,7 @@ class Window(Origin):
 
     @property
     def leaves_out_experts(self) -> bool:
-        """Whether the window leaves out experts. It then has copies of their pieces from earlier windows."""
+        """Whether some experts were not captured. The window then has copies of their pieces from earlier windows."""
         return any(iteration != part.iteration for part in self.slices for iteration in part.captured_at or ())
 
     @property
