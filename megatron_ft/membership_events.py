@@ -11,7 +11,7 @@ class RecoveryStarted(Record):
     """The ranks have restored a state and continue from it, after a recovery or in a new job of the run."""
 
     generation: int
-    """Generation of the membership that starts with the restored state; 0 for a new job that continues the run."""
+    """Generation number of the ranks that continue from the restored state; 0 in a new job that continues the run."""
     strategy: str
     """Strategy that restored the state: ``living_state`` (surviving ranks have the whole state), ``localized_replay``
     (only stages that lost a rank replay), ``rollback`` (all ranks load a window), ``checkpoint`` or ``start_over``."""
@@ -85,7 +85,7 @@ class StageRecovery(Record):
     num_forward_passes: int
     """Number of forward passes of this rank in all replayed iterations: microbatches times the rank's model chunks."""
     bytes_moved: int
-    """Bytes that this rank sent or received: of the upstream log and of state, but not of a window."""
+    """Bytes of the upstream log and of state that this rank sent or received. Bytes of windows do not count."""
     is_kept: bool = False
     """Whether the rank kept its model, gradient buffers and optimizer; false if it had to build them."""
     built: str = ""

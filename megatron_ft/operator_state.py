@@ -36,7 +36,8 @@ class Component:
     elements. The last block may have fewer elements. The name of such a component ends with ``_scales``."""
 
     def num_values(self, num_elements: int) -> int:
-        """Return the component's number of values for ``num_elements`` elements that begin at the start of a block."""
+        """Return how many values the component has for ``num_elements`` consecutive elements of a parameter. If it has
+        values per block, the first of these elements must be the first of a block."""
         if not self.per_element:
             return int(num_elements > 0)
         return -(-num_elements // SCALE_BLOCK_ELEMENTS) if self.per_block else num_elements

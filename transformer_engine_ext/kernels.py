@@ -103,10 +103,10 @@ def backend_for(name: str, device: torch.device, load: Callable[[str], ctypes.CD
     """Return the backend ``name``, after a check that it can update state on ``device``. Never return another backend.
 
     Args:
-        load: function that builds and loads the library of ``cpp`` or ``cuda``. It may raise other errors.
+        load: function that builds and loads the library of ``cpp`` or ``cuda``.
 
     Raises:
-        BackendError: there is no such backend, or it cannot update tensors on ``device``.
+        BackendError: there is no such backend, or it cannot update tensors on ``device``. ``load`` may raise others.
     """
     if name not in BACKENDS:
         raise BackendError(f"backend={name}: must be one of {', '.join(BACKENDS)}")

@@ -16,7 +16,7 @@ class KeyChange:
     key: str
     value: Any
     option: str = ""
-    """Override that sets the value, e.g. ``placement=overlap_search``; if empty, the override is ``key=value``."""
+    """Override to print instead of ``key=value``, e.g. ``placement=overlap_search``; empty to print ``key=value``."""
 
     def __str__(self) -> str:
         return self.option or f"{self.key}={show(self.value)}"

@@ -25,7 +25,7 @@ generation g (after g changes of membership), the reported iteration is higher b
 
 def run(config: JobConfig, context: RankContext) -> bool:
     """Count iterations instead of training. Rank 0 reports them. Failpoints and stop requests act as in training.
-    Return whether the run is complete. So do all ``run...`` functions of this module that end without an error."""
+    Return whether the run is complete. The other ``run...`` functions of this module return the same."""
     record = failpoints.append_to(context.run_dir / "failpoints.jsonl")
     failpoints.arm(
         config.testing.failpoints, rank=context.rank, node=context.node, generation=context.generation, record=record

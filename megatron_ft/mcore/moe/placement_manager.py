@@ -288,8 +288,8 @@ class PlacementManager:
 
     def restore(self, content: dict[str, Any] | None, *, keeps_slots: bool = False) -> None:
         """Continue with ``content``, the result of ``to_json`` in a checkpoint or window. If the plans in ``content``
-        do not fit the ranks and slots of this job, make new plans from the loads in it. If ``content`` is None, or its
-        stages have other layers than those of this job, keep the first plans of a new run.
+        do not fit the ranks and slots of this job, make new plans from the loads in it. Change nothing if ``content``
+        is None, or if its stages have other layers than those of this job: the job then uses the plans of a new run.
 
         Args:
             keeps_slots: whether experts keep their slots even if their replicas are in fewer failure domains now, e.g.

@@ -318,8 +318,8 @@ class OperatorView:
         return found.codes if piece.component == WEIGHT else found.scales
 
     def encode(self, pieces: Iterable[Piece]) -> None:
-        """Write the present weights of FP8 layers among ``pieces`` to their codes and scales, which hold the values of
-        the weights exactly. Call this before the tensors of ``source`` are read, and before weights change again."""
+        """Compute codes and scales from the present weights, for those of ``pieces`` that are weights of FP8 layers.
+        This loses no bits. Call it before the tensors of ``source`` are read, and before weights change again."""
         for piece in pieces:
             part = (piece.parameter, piece.tensor_part)
             if piece.component == WEIGHT and part in self._codes:

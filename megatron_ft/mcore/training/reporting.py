@@ -234,7 +234,7 @@ def placement_record(
 
 
 NUM_ITERATIONS = 16
-"""Largest number of iterations in a median of ``StragglerTimer``, which uses the newest iterations."""
+"""Largest number of iterations over which ``StragglerTimer`` computes a median. It uses the newest ones."""
 MIN_ITERATIONS = 8
 """Number of iterations that ``StragglerTimer`` needs for a median. The first iterations of a process are slow, by
 different amounts on different ranks."""

@@ -21,7 +21,7 @@ class Position:
     """Progress of a rank at the end of a membership; the rank has the complete state after iteration ``completed``."""
 
     rank: int
-    """Rank in the membership that ends."""
+    """Number of the rank in the membership that has ended."""
     generation: int
     completed: int
     """Newest iteration that this rank has committed or skipped; 0 if there is none."""

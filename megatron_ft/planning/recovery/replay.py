@@ -25,9 +25,10 @@ class _ReplayStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPlan:
-    """Steps from a window to the dense state after ``final_iteration`` (MoEvement, section 3.3).
+    """The steps of a replay, which makes the dense state after ``final_iteration`` from a window (MoEvement, section
+    3.3).
 
-    After the last slice is loaded, the state is *dense*: complete for all operators. Further iterations run as in
+    The state is *dense* (complete for all operators) once the last slice is loaded. From then on, iterations run as in
     training.
     """
 

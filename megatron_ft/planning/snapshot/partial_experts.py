@@ -428,7 +428,7 @@ class SelectiveExperts(_PartialPolicy):
     """
 
     remote_bandwidth_bytes_per_second: float | None = None
-    """Bytes that a rank can send to peers per second. null limits windows only by the bandwidth of captures."""
+    """Bytes that a rank can send to peers per second. If it is null, only the bandwidth of captures limits windows."""
     choice: ExpertChoice = field(default_factory=LoadAware)
     """Rule that chooses the experts that a window should capture."""
 

@@ -47,9 +47,9 @@ class _Shares:
 
         At most ``demand // min_piece_bytes`` ranks of a set send, but at least one, because many small pieces cost more
         than a busier sender. Sets with one rank are assigned first. Every other demand is then spread over the least
-        busy ranks of its set. The demand is spread again as long as the totals of these ranks differ by more than
-        ``slack``, and a new distribution lowers the sum of the squared totals. This sum is an integer, and every pass
-        lowers it, so the passes end.
+        busy ranks of its set. Passes over these demands follow. A pass spreads a demand again if the totals of its
+        ranks differ by more than ``slack``, and keeps the result if it lowers the sum of the squared totals. The passes
+        end when one of them changes nothing. They do end, because the sum is an integer that each change lowers.
 
         Args:
             demands: bytes that each set must send.
