@@ -116,7 +116,7 @@ class Update:
         return frozenset(index for pieces in self.pieces(part) for index in pieces.values())
 
     def pieces(self, part: "Slice") -> list[dict[str, int]]:
-        """For each gradient, return the pieces of ``part`` that it updates: the index of the piece by component."""
+        """For each gradient, return the pieces of ``part`` that it updates, as {component: index of the piece}."""
         found: dict[tuple[str, int, int, int], dict[str, int]] = {}
         for index, piece in enumerate(part.pieces):
             if piece.component in UPDATED_COMPONENTS:
@@ -200,7 +200,7 @@ class Slice:
     """Iteration after which each piece was captured; None if this is ``iteration`` for all pieces. In a window that
     leaves out experts, the pieces of these experts are copies from earlier windows."""
     update: Update | None = None
-    """Update with which a peer can compute some pieces; None if all captured pieces are sent. It is not stored."""
+    """Update from which a peer can compute some pieces; None if all captured pieces are sent. Files omit it."""
 
     @property
     def end(self) -> int:
@@ -358,7 +358,7 @@ class StoredLevel:
     captured_at: tuple[int, ...]
     """Iteration after which each piece in the file was captured. The piece in memory may be of a later iteration."""
     header: Mapping[str, str]
-    """Entries of the header, JSON texts by name, that replace those of the slice in memory when the file is written."""
+    """Header entries (JSON texts by name) that the file has in place of the slice's entries with the same names."""
     is_whole: bool = False
     """Whether all pieces are written. Otherwise, pieces that are in an earlier file are not written again."""
 

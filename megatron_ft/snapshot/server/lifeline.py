@@ -117,7 +117,7 @@ class Lifeline:
         self._wake()
 
     def end(self, reason: str) -> None:
-        """End the server."""
+        """Make the snapshot server's process end, and report ``reason``."""
         with self._lock:
             self._is_over = True
         self._report(f"this server ends: {reason}")
@@ -125,7 +125,7 @@ class Lifeline:
 
 
 def read_adoption(message: Message) -> str:
-    """Return the token of the job that takes a server over, from the message of its agent. Raises ControlError."""
+    """Return the new job's token from its agent's takeover message. Raises ControlError if it is missing or invalid."""
     token = fields.text(message, "new_token")
     if len(token) < MIN_TOKEN_LENGTH:
         raise ControlError(f"new_token: must have at least {MIN_TOKEN_LENGTH} characters")

@@ -38,7 +38,7 @@ class PeerSessions:
 
     def __init__(self) -> None:
         self._of_node: dict[int, list[_PeerSession]] = {}
-        """Connections of each node that may still write copies, the oldest first."""
+        """For each node, its connections that may still write copies, the oldest first."""
         self._lock = threading.Lock()
         self._unauthenticated: dict[_PeerSession, float] = {}
         """Connections that have not presented the token, the oldest first, with the time of their start."""
@@ -316,7 +316,7 @@ def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> 
 
 
 def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWindow, Slice]:
-    """Read the message of ``announce``. Return the window without slices, and the slice without hashes.
+    """Read a message of ``announce``. Return the window, with an empty list of slices, and the slice, without hashes.
 
     Raises:
         ControlError, CheckpointError: a field is missing or invalid.

@@ -32,7 +32,7 @@ from megatron_ft.snapshot.server.workers import Persister
 from megatron_ft.snapshot.window import Origin, Slice, StoredLevel, Update
 
 _MAX_INQUIRIES = 16
-"""Largest number of peers that are asked for their inventories at the same time."""
+"""Largest number of peers that are asked for their inventories (lists of their windows) at the same time."""
 _RETRY_SECONDS = 0.1
 """Time before a failed request for an inventory is sent again. It doubles with each failure."""
 _ASKING_SECONDS = 6.0

@@ -148,12 +148,12 @@ class CarriedBytes:
 
     index: int
     source: memoryview | None
-    """The bytes; None if they are already in the buffer of the slice."""
+    """The bytes in an earlier window's buffer; None if the buffer of the slice itself already has them."""
     digest: str
 
     @classmethod
     def of(cls, part: Slice, piece: CarriedPiece, view: memoryview, start_of: Callable[[int], int]) -> "CarriedBytes":
-        """Find the bytes of ``piece`` in ``view``, the memory of all buffers; ``start_of`` locates a buffer in it."""
+        """Find ``piece`` in ``view``, the memory of all buffers. ``start_of`` returns where in it a buffer starts."""
         source = None
         if piece.source is not None:
             first, place = start_of(piece.source) + part.offset, part.pieces[piece.index]
@@ -161,8 +161,8 @@ class CarriedBytes:
         return cls(piece.index, source, piece.digest)
 
     def copy(self, part: Slice, payload: memoryview) -> None:
-        """Copy the bytes to their place in ``payload``, the memory of ``part``. Raises ControlError on a hash
-        mismatch."""
+        """Copy the bytes from the earlier window to the range of the piece in ``payload``, the memory of slice
+        ``part``. Raises ControlError if the copied bytes have another hash."""
         if self.source is None:
             return
         piece = part.pieces[self.index]

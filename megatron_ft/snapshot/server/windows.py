@@ -37,7 +37,7 @@ class HeldWindow(Window):
     __hash__ = object.__hash__
 
     def stored(self, where: Where, node: int, buffer_bytes: int) -> StoredWindow:
-        """Return the entry of this window in an inventory."""
+        """Return the entry of this window in an inventory (a server's list of the windows that it has)."""
         return StoredWindow(
             start_iteration=self.start_iteration,
             generation=self.generation,
@@ -143,7 +143,7 @@ def file_of(
 
     Args:
         former: the newest file of the rank; None if there is none.
-        level: state that the file must have instead of the state of ``window`` in memory; None for that in memory.
+        level: state that the file must have; None if it must have the state of ``window`` that is in memory.
 
     Raises:
         CheckpointError: neither memory nor an earlier file has the state of a piece.
@@ -196,8 +196,8 @@ class OwnWindows:
         self.pinned: set[int] = set()
         """Buffers that are being written to storage and must not change."""
         self.confirmed: HeldWindow | None = None
-        """The newest window that was committed, or confirmed as committed, in this generation. If only peers have it,
-        it is in no buffer of this rank."""
+        """The newest window that was committed in this generation, or from which the job has continued at the start of
+        this generation. If only peers have this window, no buffer of this rank contains it."""
         self._order: list[HeldWindow] = []
         """Windows in the order in which they began, at most one for each buffer."""
         self._num_commits = 0
@@ -383,7 +383,7 @@ class CopyWindows:
         return _carried(part, window, self)
 
     def preceding(self, window: HeldWindow, part: Slice) -> HeldWindow:
-        """Return the window from whose slice ``part.update`` computes pieces. Raises ControlError if it is missing."""
+        """Find the window with the slice from which ``part.update`` computes pieces. Raises ControlError if missing."""
         found = next((other for other in self if other.complete and _precedes(other, window, part)), None)
         if found is None:
             raise ControlError(f"window {window.start_iteration}: the window of the preceding iteration is missing")

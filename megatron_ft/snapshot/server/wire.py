@@ -69,7 +69,7 @@ def window_key(message: Mapping[str, Any]) -> WindowKey:
 
 
 def stored_window(content: object) -> StoredWindow:
-    """Read an entry of an inventory. Raises ControlError if the entry is invalid."""
+    """Read a window's entry in a server's list of windows. Raises ControlError if the entry is invalid."""
     try:
         window = StoredWindow.from_json(content)
     except ValueError as error:

@@ -66,7 +66,7 @@ class Sender(threading.Thread):
         self._generation = -1
         self._fenced = -1
         self._buffers: dict[int, PeerBuffers] = {}
-        """Content of the peer's buffers by rank: the peer's last list, with the slices and commits sent since then."""
+        """Windows in the peer's buffers, by rank: its first answer, updated by the slices and commits sent since."""
         self._accepted_bytes: dict[int, int] = {}
         """Size of the windows for which the peer has allocated memory, by rank."""
         self._unanswered: deque[_Work] = deque()
@@ -396,7 +396,7 @@ class Persister(threading.Thread):
         """Request that a window is written, unless this was already requested. The store's lock must be held.
 
         Args:
-            level: state that the file must contain instead of the window's state in memory; None for that in memory.
+            level: state that the file must contain; None if it must contain the window's state that is in memory.
         """
         assert own.windows is not None and own.settings.persist_url is not None, (
             "the rank must have memory for windows, and persist_url must be set"

@@ -38,7 +38,7 @@ def _write(descriptor: int, data: memoryview) -> int:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError raised in the ``with`` block. Errors of calls with a file descriptor name no file."""
+    """Add ``path`` to an OSError of the ``with`` block that has no path, such as an error of a file descriptor call."""
     try:
         yield
     except OSError as error:

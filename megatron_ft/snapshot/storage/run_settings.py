@@ -197,7 +197,7 @@ _EQUAL_IF_NULL = {
     "model.num_query_groups": "model.num_attention_heads",
     "model.moe_ffn_hidden_size": "model.ffn_hidden_size",
 }
-"""For each of these configuration keys: another key, whose value is used if the first key is null."""
+"""Maps a configuration key to the key whose value is used if the value of the first key is null."""
 _FUNCTION = tuple(
     f"model.{name}"
     for name in (
@@ -221,7 +221,7 @@ _SHAPES = tuple(key for key in _FUNCTION if key.removeprefix("model.") not in _O
 
 
 def _other_optimizer(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[Difference]:
-    """List the differing keys because of which a checkpoint's optimizer has other tensors than the job's optimizer."""
+    """List the differing settings that give a checkpoint's optimizer other tensors than the job's optimizer has."""
     keys: list[str] = []
     if _master_weights(stored) != _master_weights(present):
         names = (_SHARDED, _DTYPE, _REGIME)

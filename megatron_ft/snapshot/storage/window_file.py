@@ -368,7 +368,7 @@ def _zeros(num_bytes: int) -> Iterator[bytes]:
 
 
 def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bool:
-    """Return whether a valid file with this window exists. Raises CheckpointError if it contains another window."""
+    """Return whether a valid file ``name`` has ``window`` in it. Raises CheckpointError if it has another window."""
     if not backend.exists(directory, name):
         return False
     where = backend.describe(directory, name)
