@@ -148,8 +148,8 @@ class _Gap:
         return self.fails or self.continues
 
     def pass_to(self, at: float, *, ends_job: bool) -> None:
-        """Take the time ``at`` of the next record. If the previous record ended a job, count the time from it to ``at``
-        as time between jobs. ``ends_job``: whether the next record ends a job."""
+        """Process the time ``at`` of the next record, which ends a job if ``ends_job`` is true. If the record before it
+        ended a job, count the time between the two records as time between jobs."""
         if self.ended is not None:
             self.between_jobs_seconds += max(0.0, at - self.ended)
         self.ended = at if ends_job else None

@@ -55,7 +55,7 @@ class SinkSet:
         """Write a record of the run's end if there is none yet, then close every sink. Never raises an exception.
 
         Args:
-            is_complete: whether the run is complete, if ``exit_code`` is 0.
+            is_complete: whether the run is complete, so that no later job continues it. Used if ``exit_code`` is 0.
         """
         with self._lock:
             if not self._ended and exit_code == 0:

@@ -40,9 +40,9 @@ class Stored(Protocol):
 
 
 def quantized(parts: Iterable[tuple[str, Stored, bool]]) -> tuple[Component, ...]:
-    """Return a ``Component`` for the codes and, if any, one for the scales of each quantized tensor. Each of ``parts``
-    is (name, format, whether there are scales), from ``full`` or ``frozen`` of
-    ``transformer_engine_ext.regimes.Regime``."""
+    """Return the components of quantized tensors: for each tensor its codes, and also its scales if it has scales.
+    Each of ``parts`` is (name, format, whether there are scales), as the methods ``full`` and ``frozen`` of
+    ``transformer_engine_ext.regimes.Regime`` yield them."""
     found = []
     for name, target, has_scales in parts:
         found.append(Component(name=name, dtype=target.name, item_bytes=target.item_bytes))
@@ -74,8 +74,8 @@ EMBEDDING = OperatorId(layer=0, kind="embedding")
 
 
 def equal_experts(num_operators: int, num_elements: int = 100) -> Demand:
-    """Make the demand (state to capture) of a job with one rank and equally large operators, without step counts. The
-    MoEvement paper's algorithm 1 covers this case."""
+    """Make the demand (state to capture) of a job with one rank, whose operators are equally large and have no step
+    counts. The MoEvement paper's algorithm 1 covers this case."""
     return Demand(
         shards_by_rank=(tuple(shard(expert(1, number), num_elements, full=MASTERS) for number in range(num_operators)),)
     )
@@ -114,13 +114,13 @@ def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
 
 
 def context(demand: Demand, share: float, seconds: float = 2.0) -> SnapshotContext:
-    """Return a ``SnapshotContext``: one iteration can capture ``share`` of the full state of the largest rank."""
+    """Make a ``SnapshotContext``: one iteration can capture ``share`` of the full state of the rank with most state."""
     whole = max(sum(sizes) for sizes in full_bytes(demand))
     return SnapshotContext(bandwidth_bytes_per_second=max(1, int(whole * share)) / seconds, iteration_seconds=seconds)
 
 
 def full_bytes(demand: Demand) -> Sequence[Sequence[int]]:
-    """Return the bytes of the full state of each shard, as a list for each rank. Does not use the code under test."""
+    """Return the size in bytes of each shard's full state, in one list per rank. Does not use the code under test."""
     return [
         [
             sum(component.item_bytes * (found.num_elements if component.per_element else 1) for component in found.full)

@@ -75,7 +75,7 @@ class MadeUpRun:
         return at
 
     def decide(self, at: float, generation: int, reason: str, **about: object) -> None:
-        """Write a decision of the controller to ``decisions.jsonl``, with a rank's progress, which no report shows."""
+        """Write a decision of the controller to ``decisions.jsonl``. No report shows its field ``positions``."""
         positions = [{"rank": 0, "generation": generation, "completed": 4, "contributed": 4, "vote": None}]
         head = {"generation": generation, "time_unix_seconds": ZERO + at, "reason": reason, "positions": positions}
         self.line("decisions.jsonl", head | about)
@@ -159,7 +159,7 @@ def localized(run: MadeUpRun, *, ends: bool = True) -> None:
 
 
 def placed(run: MadeUpRun, iteration: int, at: float = 0.5, reason: str = "first") -> Path:
-    """Write an event and a file: the run uses the placement ``PLAN`` from now on. Return the path of the file."""
+    """Write an event (placement ``PLAN`` is in use from ``iteration`` on) and the placement's file. Return its path."""
     about = {"moved_bytes": 3_000_000, "imbalance_before": 2.5, "imbalance_after": 1.25, "gain": 0.5, "seconds": 0.04}
     changed = about if reason != "first" else {}
     run.say(at, events.PlacementInForce(iteration=iteration, reason=reason, stages=(PLAN.summary(),), **changed))

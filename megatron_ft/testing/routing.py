@@ -61,7 +61,7 @@ def make_routing(
 
 
 def plan_all(backend: DispatchBackend, routing: Routing) -> list[DispatchHandle]:
-    """Plan with ``backend`` how tokens are sent to experts by ``routing``. Return the dispatch handle of each rank."""
+    """Let ``backend`` plan how to send tokens to their experts in ``routing``. Return each rank's dispatch handle."""
     counts = routing.counts
     return [
         backend.plan(routing_map, backend.schedule(counts, routing.replicas, rank), rank, routing.local_experts(rank))

@@ -19,7 +19,7 @@ class SlurmArray(SlurmJob):
     """Submitted Slurm job array. ``log`` is the log file of task 0."""
 
     def tasks(self) -> dict[int, str]:
-        """Return the state of each task of the array that is in Slurm's queue, by the task's index."""
+        """Return the state of those tasks of the array that are in Slurm's queue, by the task's index."""
         lines = self.cluster.run("squeue", "-h", "-r", "-o", "%F %K %T").splitlines()
         found = [line.split() for line in lines]
         return {int(index): state for array, index, state in found if array == self.number}

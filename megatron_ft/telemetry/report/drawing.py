@@ -169,8 +169,8 @@ class Scale:
         return [number * step for number in range(first, last + 1)]
 
     def y_axis(self, left: float, right: float, *, label: str, most: int = 6) -> Element:
-        """Draw the numbers of the axis left of pixel ``left``, and grid lines from ``left`` to ``right``. ``label`` is
-        written above the axis."""
+        """Draw a vertical axis: its numbers to the left of x = ``left``, and grid lines from ``left`` to ``right``.
+        ``label`` is written above the axis."""
         parts = [
             part
             for tick in self.ticks(most)
@@ -212,8 +212,8 @@ def x_axis(
     words: Callable[[float], str] = figure,
     top: float | None = None,
 ) -> Element:
-    """Draw the ticks and numbers of the axis below pixel ``y``. If ``top`` is given, also draw grid lines from ``y`` up
-    to ``top``."""
+    """Draw a horizontal axis at pixel ``y``, with its numbers below it. If ``top`` is given, also draw grid lines from
+    ``y`` up to ``top``."""
     parts = []
     for tick in scale.ticks(most):
         x = scale(tick)

@@ -20,7 +20,7 @@ NUM_AROUND = 3
 _NEVER = float("inf")
 
 _Beginning = events.RanksRestarted | events.RecoveryStarted | events.MembershipChanged | events.StageRecovery
-"""Kinds of records that begin a generation of the job's membership and contain the generation's number."""
+"""Kinds of records about the start of a new membership. They contain the membership's generation (its number)."""
 _FAILURES = (events.RankFailed, events.FailpointHit)
 _SOURCES = (events.CheckpointLoaded, events.WindowReplayed, events.SnapshotProblem)
 """Kinds of records about the state from which ranks continue. Such a record does not name its recovery."""

@@ -75,7 +75,7 @@ class Lane:
     """Text about a change of the process, e.g. ``new process`` or ``lost``; empty if it kept its rank."""
     spans: tuple[_Span, ...] = ()
     died_seconds: float | None = None
-    """Seconds from the begin of the recovery until the process with rank ``previous`` ended; None if it did not."""
+    """Seconds from the begin of the recovery until the process with rank ``previous`` ended; None if it did not end."""
     work: events.StageRecovery | None = None
     """This rank's record of its work in the recovery; None if there is none."""
 

@@ -15,9 +15,9 @@ from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits,
 from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5
-"""Number of newest snapshot windows for which the share of time that training waited for captures is computed."""
+"""Number of newest snapshot windows over which the share of time that training waited for captures is computed."""
 NUM_ITERATIONS = 20
-"""Number of newest iterations. Their median duration times a snapshot window's iterations is the window's duration."""
+"""Number of newest iterations. The median of their durations counts as the duration of each iteration of a window."""
 DISK_SECONDS = 30.0
 """Shortest time in seconds between two checks of the free disk space."""
 

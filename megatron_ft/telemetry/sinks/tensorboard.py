@@ -77,7 +77,7 @@ class _Sender(StepSender):
 
 
 def _last_step(folder: Path) -> int:
-    """Return the newest step in the event files of earlier jobs whose values no later event drops, otherwise 0."""
+    """Return the newest step in earlier jobs' event files that no later event makes TensorBoard drop; 0 if none."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     newest = 0

@@ -309,9 +309,9 @@ def _number(value: float | None, form: str) -> str:
 
 REFRESHES_PER_SECOND = 2.0
 MAX_LINE_GAP_SECONDS = 60.0
-"""Longest time in seconds between two plain lines while iterations are trained."""
+"""Longest time in seconds between two lines of plain output (without a live panel) while iterations are trained."""
 LINE_GAP_SHARE = 1 / 60
-"""Shortest time between two plain lines, divided by the time since the run began."""
+"""Shortest time between two lines of plain output, as a share of the time since the job began."""
 
 
 class TerminalSink(Sink):
