@@ -74,7 +74,7 @@ def windows_behind(iteration: int, *, since_iteration: int, interval_iterations:
 
     Args:
         iteration: newest iteration of the run.
-        since_iteration: the later of two iterations: of the last commit, and in which the windows were planned.
+        since_iteration: iteration of the last commit, or the one in which the windows were planned if this is later.
         interval_iterations: iterations from the start of a window to the start of the next.
     """
     assert interval_iterations >= 1, f"interval_iterations={interval_iterations} must be at least 1"

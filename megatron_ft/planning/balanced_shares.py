@@ -62,7 +62,7 @@ def balanced_quotas(tokens: Integers, replicas: Integers) -> Integers:
 
     Args:
         tokens: ``T[E, N]``, not negative, with a sum below ``MAX_TOKENS``.
-        replicas: number of copies of each expert on each rank, ``[E, N]``; an expert with tokens has a copy.
+        replicas: number of copies of each expert on each rank, ``[E, N]``; an expert with tokens must have a copy.
     """
     flow = _Flow(tokens, replicas)
     for _ in range(MAX_ROUNDS):
@@ -115,7 +115,7 @@ class _Groups:
         return total
 
     def split(self, amounts: Integers, weights: npt.NDArray[Any]) -> Integers:
-        """Divide each group's amount among its pairs in proportion to ``weights`` [P]. If all are 0, parts are 0."""
+        """Divide each group's amount among its pairs in proportion to ``weights`` [P]. Pairs of weight 0 get none."""
         group, weight = self._group_of[self._order], weights[self._order]
         totals = self.sum(weights)
         end = np.cumsum(weight) - (np.cumsum(totals) - totals)[group]
@@ -127,7 +127,7 @@ class _Groups:
 
 
 class _Flow:
-    """Number of tokens of each pair (expert, rank that computes it), and the loads and levels that follow from them."""
+    """Number of tokens of each expert that each rank computes, and the loads and levels (see the module docstring)."""
 
     def __init__(self, tokens: Integers, replicas: Integers) -> None:
         self.expert, self.rank = (index.astype(np.int64) for index in np.nonzero(replicas))
@@ -165,7 +165,7 @@ class _Flow:
         return True
 
     def move_down(self, level: int) -> None:
-        """Move tokens from overloaded ranks of ``level`` to the level below (step 3c of the module docstring)."""
+        """Move tokens from overloaded ranks of ``level`` to ranks one level below (step 3c of the module docstring)."""
         near = self.expert_level[self.expert] == level - 1
         wish = self._wishes(near & (self.rank_level[self.rank] == level))
         want = self._by_expert.sum(wish)
@@ -181,8 +181,8 @@ class _Flow:
         self.load = self._by_rank.sum(self.share)
 
     def _wishes(self, givers: npt.NDArray[np.bool_]) -> Integers:
-        """Return the tokens that each pair (expert, rank) wishes to give (step 3c of the module docstring), ``[P]``; 0
-        where ``givers`` is false."""
+        """Return, for each pair (expert, rank), the tokens of the expert that the rank wishes to give to other ranks,
+        ``[P]`` (step 3c of the module docstring); 0 where ``givers`` is false."""
         foreign = np.where(givers, np.maximum(self.share - self._own, 0), 0)
         own = np.where(givers, np.minimum(self.share, self._own), 0)
         above = np.maximum(self.load - self.limit, 0)

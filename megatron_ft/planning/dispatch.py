@@ -115,7 +115,7 @@ def _even_quotas(counts: Integers, copies: Integers) -> Integers:
 
 
 def _split(tokens: npt.NDArray[Any], quota: Integers) -> tuple[Integers, Integers, Integers]:
-    """Return ``L``, ``U`` and ``V`` (steps 2 and 3 of the module docstring), each ``[E, N]``."""
+    """Return as ``[E, N]`` each: tokens that stay (``L``), tokens to send (``U``), free space for tokens (``V``)."""
     counts = np.asarray(tokens, dtype=np.int64)
     kept = np.minimum(counts, quota)
     return kept, counts - kept, quota - kept

@@ -148,8 +148,8 @@ class Ballot(WindowReport):
     stop_requested: int = 0
     change_requested: int = 0
     pass_seconds: float = 0.0
-    """Typical seconds of a forward pass of one layer on this rank, which is equal work on all ranks; 0 if unknown. Not
-    part of ``Vote``."""
+    """Typical seconds of one layer's forward pass on this rank (all ranks do equal work); 0 if unknown. It is not part
+    of ``Vote``."""
     idle_seconds: float = 0.0
     """Time for which this rank waited for messages of adjacent pipeline stages; 0 if unknown. It is not part of
     ``Vote``."""
@@ -191,7 +191,7 @@ class MemoryUse:
 
     @classmethod
     def largest(cls, ballots: Sequence[Ballot]) -> "MemoryUse":
-        """Return the largest values in the ballots of all ranks. ``ballots`` are in rank order."""
+        """Return the largest memory use in the ballots of all ranks. ``ballots`` are in rank order."""
         peaks = [ballot.peak_bytes for ballot in ballots]
         return cls(
             allocated_bytes=max(ballot.allocated_bytes for ballot in ballots),
@@ -214,7 +214,7 @@ class RankFigures:
 
     @classmethod
     def of(cls, ballots: Sequence[Ballot]) -> "RankFigures":
-        """Return the values from the ballots of all ranks. ``ballots`` are in rank order."""
+        """Return the times and memory use from the ballots of all ranks. ``ballots`` are in rank order."""
         return cls(
             pass_seconds=tuple(ballot.pass_seconds for ballot in ballots),
             idle_seconds=tuple(ballot.idle_seconds for ballot in ballots),
@@ -293,7 +293,7 @@ class Vote(WindowReport):
 
 
 def clip_coefficient(clip_grad: float, grad_norm: float) -> float:
-    """Return the factor by which gradients are multiplied: 1 if clipping is off or not needed (Megatron's formula)."""
+    """Return the factor by which clipping scales gradients (Megatron's formula); 1 if clipping is off or not needed."""
     if clip_grad <= 0.0:
         return 1.0
     # This is Megatron's constant; with another one, the results would differ from Megatron's in some bits.
@@ -320,7 +320,7 @@ class Decision:
     """``commit``, ``skip`` (no update) or ``stop``."""
     reason: str = ""
     spike: bool = False
-    """Whether the loss is a spike; this is possible with every action."""
+    """Whether the loss is a spike. The action can be ``commit``, ``skip`` or ``stop`` even then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

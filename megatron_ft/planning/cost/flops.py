@@ -1,7 +1,7 @@
 """Counts the floating-point operations of an iteration, and lists the peak rates of GPUs, for TFLOP/s and MFU.
 
 The count equals that of ``num_floating_point_operations`` in ``megatron/training/training.py`` of Megatron-LM
-core_v0.16.1, plus the gates of routers and shared experts. It is the *model's* work (PaLM, arXiv:2204.02311, appendix
+core_v0.16.1, plus routers and the gates of shared experts. It is the *model's* work (PaLM, arXiv:2204.02311, appendix
 B): only matrix products count, causal attention counts as half of full attention, and recomputation, padding and the
 update do not count. A product of [m, k] and [k, n] has 2 * m * k * n operations; the backward pass has twice as many as
 the forward pass, so each weight of a product costs 6 operations per token::
@@ -32,13 +32,13 @@ class TokenFlops:
     attention: int
     """Operations of the projections of queries, keys and values, and of the output projection."""
     scores: int
-    """Products of queries and keys, and of attention weights and values. Half of them count (causal attention)."""
+    """Half of the operations of queries times keys and of attention weights times values (causal attention)."""
     dense_mlp: int
     experts: int
     """Operations of the ``moe_router_topk`` experts of each MoE layer, including those of dropped tokens."""
     shared_experts: int
     gates: int
-    """Operations of the gates of routers and of shared experts. Megatron-LM does not count them."""
+    """Operations of routers and of the gates of shared experts. Megatron-LM does not count them."""
     head: int
 
     @classmethod
@@ -96,8 +96,8 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"L40S", {"fp8": 733.0, "bf16": 362.0, "fp16": 362.0, "fp32": 91.6}),
     (r"V100-SXM2", {"fp16": 125.0, "fp32": 15.7}),
 )
-"""Peak rates in TFLOP/s by number format, from NVIDIA's data sheets. A pattern of the device name selects the GPU. The
-rates are without sparsity. FP32 rates are without TF32, because PyTorch does not use TF32 by default."""
+"""Peak rates in TFLOP/s by number format, from NVIDIA's data sheets, with a regular expression for GPU names. The rates
+are without sparsity. FP32 rates are without TF32, because PyTorch does not use TF32 by default."""
 
 
 def peak_tflops(given: float | None, device_name: str | None, precision: PrecisionConfig) -> float | None:

@@ -16,7 +16,7 @@ class RecoveryWork:
     num_ranks: int
     """Number of ranks after the recovery."""
     state_bytes: int
-    """Largest number of bytes of state, without activations, that any rank builds again."""
+    """Largest size in bytes of the state (model and optimizer, without activations) that a rank builds again."""
     restarts_processes: bool
     """Whether all ranks start again in new processes."""
     tries_processes: bool = False
@@ -72,7 +72,7 @@ class RecoveryTimes:
     """Seconds to add to ``forming_seconds`` for each rank that trains after the recovery."""
     # faults-from-outside_cpu_2026-11-23: ranks with 475 MB of state form a membership in 1.23 s instead of 0.31 s.
     built_bytes_per_second: float = 5e8
-    """Bytes of state per second that a rank builds again."""
+    """Speed at which a rank builds its model and optimizer again, in bytes of state per second."""
     # benchmarks/recovery_times.py on 2026-11-28: median of 30 losses at a load up to 2.0.
     replacement_seconds: float = 0.337
     """Additional seconds for each lost node that a spare or restarted node replaces."""
@@ -91,8 +91,8 @@ class RecoveryTimes:
     used if stages are on different machines."""
 
     def share_of(self, num_stages: int, of_stages: int, *, shares_machine: bool) -> float:
-        """Return the value of ``RecoveryWork.again_share`` for iterations that ``num_stages`` of the job's
-        ``of_stages`` pipeline stages run again. With ``shares_machine``, all ranks compute on one machine's cores."""
+        """Return the duration of an iteration that only ``num_stages`` of ``of_stages`` pipeline stages run again,
+        divided by its duration on all stages. With ``shares_machine``, all ranks compute on one machine's cores."""
         if num_stages in (0, of_stages):
             return 1.0
         return num_stages / of_stages if shares_machine else self.localized_share

@@ -13,7 +13,7 @@ def checkpoint_overhead(checkpoint_seconds: float, iteration_seconds: float, int
     """Return the ratio of stall time to compute time, ``T_ckpt / (T_iter * interval)``.
 
     Args:
-        checkpoint_seconds: stall of each snapshot.
+        checkpoint_seconds: time for which each snapshot stalls training.
         iteration_seconds: time of an iteration without a snapshot; above 0.
         interval_iterations: iterations from one snapshot to the next; above 0.
     """

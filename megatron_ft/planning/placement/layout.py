@@ -18,7 +18,7 @@ Counts = npt.NDArray[np.int64]
 Holdings = tuple[tuple[frozenset[int], ...], ...]
 """Experts whose state each rank has, ``[layer][rank]``, in the rank order of a plan; empty for joining ranks."""
 OtherHoldings = Mapping[int, Sequence[frozenset[int]]]
-"""Experts of a stage that are on ranks of other stages, by rank and layer."""
+"""Experts of one stage that ranks of other stages hold, by rank and layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class Layout:
 
 
 def _take(experts: list[int], held: frozenset[int], most: int) -> list[int]:
-    """Remove one replica of each expert in ``held`` from ``experts``, up to ``most``. Return the removed replicas."""
+    """Remove from ``experts`` one replica of each expert in ``held``, ``most`` replicas at most, and return them."""
     taken: list[int] = []
     for expert in sorted(held):
         if expert in experts and len(taken) < most:

@@ -119,8 +119,8 @@ class Search:
         return np.asarray(self.support[experts] - lost >= self.goals[experts])
 
     def _moved(self, experts: Masks, source: int, target: int) -> npt.NDArray[np.int16]:
-        """Return ``[experts, M]``: how the number of experts without a replica (``cover``) after each of the M losses
-        changes if a replica of each expert alone moves from domain ``source`` to ``target``."""
+        """Return ``[experts, M]``: for each expert, how ``cover`` (number of experts without a replica after each of
+        M losses) changes if only one replica of this expert moves from domain ``source`` to ``target``."""
         single = self.counts[experts, source] == 1
         after = np.where(single, self.masks[experts] & ~(1 << source), self.masks[experts]) | (1 << target)
         # The two experts of an exchange are different, so their changes add up.

@@ -227,8 +227,8 @@ class _Replacing:
         return min((rank for rank in holders if rank not in senders), default=None)
 
     def _dropped(self, transfer: Transfer, overwritten: Mapping[tuple[int, int], int]) -> int | None:
-        """Return the expert that the receiving rank overwrites, one that it does not hold after the migration. None if
-        no other rank would have a copy of this expert."""
+        """Return the expert that the receiving rank overwrites. The rank must not need it after the migration, and
+        another rank must keep a copy of it. None if there is no such expert."""
         layer, key = transfer.layer_number, (transfer.layer_number, transfer.target_rank)
 
         def left(expert: int) -> int:

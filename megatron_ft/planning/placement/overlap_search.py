@@ -28,7 +28,7 @@ from megatron_ft.planning.placement.plan import Slots
 from megatron_ft.planning.placement.survival import SurvivalObjective, TooManyStates
 
 WORTH_MOVING = 0.02
-"""Smallest worthwhile gain: extra copies move only if a layer's busiest rank then has this fraction fewer tokens."""
+"""Extra copies move only if a layer's busiest rank then has fewer tokens, by more than this fraction."""
 MAX_BALANCED_RANKS = 256
 """Largest number of ranks for which the search computes balanced shares; with more ranks, it computes even shares."""
 MAX_SEARCHED_DOMAINS = 62
@@ -411,8 +411,8 @@ def _even_out(counts: Counts, loads: Sequence[float], max_exchanges: int = MAX_E
     """Even out the loads of domains by exchanging the places of experts with equal numbers of replicas (whole rows of
     ``counts`` ``[E, D]``).
 
-    Each step makes the exchange that lowers the sum of squared loads most. The sets of domains that hold an expert stay
-    the same, so the placement survives exactly as often as before, alone and jointly with other layers.
+    Each step makes the exchange that lowers the sum of squared loads most. Two experts exchange all their
+    domains, so the placement survives exactly as often as before, alone and jointly with other layers.
     """
     weights = per_replica_loads(counts, loads)
     totals = counts.sum(axis=1)

@@ -27,7 +27,7 @@ class PlacementPlan:
     num_experts: int
     num_slots_per_rank: int
     ranks: tuple[int, ...]
-    """Global ranks, in the order of ``slots``."""
+    """Global ranks, in the order in which ``slots`` contains them."""
     domains: tuple[str, ...]
     """Failure domain of each rank."""
     layer_numbers: tuple[int, ...]
@@ -59,7 +59,7 @@ class PlacementPlan:
         return plan
 
     def validate(self) -> None:
-        """Check that every expert of every layer has a slot and no rank holds more than its slots.
+        """Check that every expert of every layer has a slot, and that no rank has more experts than slots in a layer.
 
         Raises:
             ConfigError: a slot list or a field is wrong; the message names layer, rank or expert.
@@ -130,7 +130,7 @@ class PlacementPlan:
             yield from self.expert_domains(layer)
 
     def replacing(self, slots: Slots, algorithm: str | None = None) -> "PlacementPlan":
-        """Return a validated plan for the ranks and layers of this plan with the given ``slots``."""
+        """Return a validated copy of this plan with other ``slots``, for the same ranks and layers."""
         plan = dataclasses.replace(self, slots=slots, algorithm=algorithm or self.algorithm)
         plan.validate()
         return plan

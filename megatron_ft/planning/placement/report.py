@@ -36,8 +36,8 @@ class PlacementReport:
     weights_survival: tuple[Survival, ...]
     """Survival of the compute weights after the loss of 1, 2, ... failure domains."""
     state_survival: tuple[Survival, ...]
-    """Survival of the optimizer state after the same losses. If ``num_state_copies`` is not None, a shard also survives
-    if only a state copy of it is left."""
+    """Survival of the optimizer state after the loss of 1, 2, ... failure domains. If ``num_state_copies`` is not None,
+    a shard also survives if only a state copy of it is left."""
     num_state_copies: int | None
     expert_weights_bytes: int
     """Bytes of the compute weights of all expert replicas."""
@@ -144,8 +144,8 @@ class PlacementReport:
 
 
 def _movable_copies(plan: PlacementPlan, min_replicas: int) -> list[int]:
-    """Return for each layer the number of expert replicas that a rebalance may move. These are all replicas; but with
-    ``overlap_search``, ``min_replicas`` replicas of each expert (fewer if slots are too few) are never moved."""
+    """Return for each layer the number of expert replicas that a rebalance may move: all replicas, except that
+    ``overlap_search`` never moves ``min_replicas`` replicas of each expert (fewer if slots are too few)."""
     counts = [plan.replica_counts(layer) for layer in range(len(plan.slots))]
     kept = min_replicas if plan.algorithm == OverlapSearch.name else 0
     return [sum(of_layer) - min(kept, *of_layer) * len(of_layer) for of_layer in counts]

@@ -127,7 +127,7 @@ class RecoveryFacts:
 
     @property
     def keeps_layout(self) -> bool:
-        """Return whether other nodes replace lost nodes in the job's layout."""
+        """Return whether the configuration lets other nodes replace lost nodes, so that the job keeps its layout."""
         return self.config.recovery.keep_layout and not Requirement.unmet(self.config, KEPT_LAYOUT)
 
     @property

@@ -12,13 +12,13 @@ from megatron_ft.errors import EXIT_INTERRUPTED, EXIT_OK, FINAL_EXIT_CODES
 
 # A single failure may be a coincidence.
 MOST_FAILURES = 2
-"""A host with at least this many failures in the newest ``MEMORY`` attempts is used only if others are too few."""
+"""A host with at least this many failures in the newest ``MEMORY`` attempts is used only if other hosts are too few."""
 MEMORY = 10
 """Number of newest attempts whose failures count. Older failures are ignored, because any machine fails at times."""
 
 
 class Asked(enum.Enum):
-    """Signals of Slurm to the batch script of a job."""
+    """Signals that Slurm sends to the batch script of a job: a warning, or the request to end."""
 
     TO_GO_ON_LATER = "SIGUSR1"
     """Warning that the time limit is near or the job is preempted; the run can continue in another allocation."""
@@ -65,8 +65,8 @@ class AttemptPolicy:
     max_fruitless: int = 3
     """Number of consecutive attempts without progress after which the job ends."""
     on_warning: Next = Next.REQUEUE
-    """Action after ``Asked.TO_GO_ON_LATER`` or with too few usable nodes: ``REQUEUE``, or ``END`` if another job
-    continues the run."""
+    """Action after a warning (``Asked.TO_GO_ON_LATER``) or if a failure leaves too few usable nodes: ``REQUEUE``, or
+    ``END`` if another job continues the run."""
 
     def decide(self, attempts: Sequence[Attempt], hosts: Sequence[str]) -> "Verdict":
         """Decide what the batch job does after the last of ``attempts``.

@@ -44,7 +44,7 @@ class LaneLimits:
         num_slots_per_rank: int | None = None,
         optimizer_bytes: tuple[int, int] = (1, 1),
     ) -> "LaneLimits":
-        """Return the limits of a job whose TP·CP groups have the same size as in ``layout``.
+        """Return the limits for the number of lanes of a job whose TP·CP groups are as large as in ``layout``.
 
         Args:
             num_expert_ranks: EP times expert TP; used only if ``num_slots_per_rank`` is None.
@@ -222,7 +222,7 @@ class JobLayouts:
         return ""
 
     def initial(self, processes: Sequence[int]) -> ParallelLayout:
-        """Return the regular layout of ``processes`` in Megatron's order of ranks."""
+        """Return Megatron's usual layout, in which ``processes`` have the ranks 0, 1, ... in the given order."""
         regular = ParallelLayout.regular(
             len(processes), tensor_size=self.tensor_size, num_stages=self.num_stages, context_size=self.context_size
         )

@@ -16,7 +16,7 @@ class _ReplayStep:
     load: int | None
     """Index of the slice to load; None if all slices were loaded in earlier steps."""
     active: tuple[OperatorId, ...]
-    """Operators with at least one part whose full state has been loaded."""
+    """Operators of which at least one part (range of tensor elements) has been loaded with its full state."""
     frozen: tuple[OperatorId, ...]
     """Operators with compute weights only: they compute outputs and input gradients, but are not updated."""
     vote: Vote | None

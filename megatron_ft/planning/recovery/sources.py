@@ -17,7 +17,7 @@ _NEARNESS: dict[str, int] = {"own": 0, "copy": 1, "persisted": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWindow:
-    """Snapshot window of one rank in the memory of a node or on storage; an entry of a node's inventory."""
+    """Snapshot window of one rank in the memory of a node or on storage. Nodes list their windows in this form."""
 
     start_iteration: int
     generation: int

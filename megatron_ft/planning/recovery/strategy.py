@@ -362,7 +362,7 @@ class Strategy(Protocol):
     name: ClassVar[str]
     """Name of the strategy in events, in ``tools/can_recover`` and in ``dry_run``."""
     requirements: ClassVar[tuple[Requirement, ...]]
-    """Values that keys must have so that a job can use the strategy."""
+    """Values that configuration keys must have so that a job can use the strategy."""
     reads: ClassVar[tuple[SavedKind, ...]]
     """Kinds of saved state that ranks load in a recovery by this strategy."""
 
