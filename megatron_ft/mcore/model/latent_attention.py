@@ -27,7 +27,7 @@ _KEY_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-"""Maps the prefix of a local layer's name to the prefix that Transformer Engine's layer has in checkpoints."""
+"""Maps name prefixes of parameters in a ``local`` layer to those in checkpoints, which are Transformer Engine's."""
 
 
 class _LatentDotProductAttention(DotProductAttention):

@@ -76,8 +76,8 @@ class PreviousPlacement:
     copies: StateCopies | None = None
     """Object with the copies of optimizer state from before the migration; None if newer copies exist."""
     is_in_place: bool = False
-    """Whether the migration overwrites experts in the tensors of the model. Then this rank no longer has the state of
-    all experts that ``plans`` assigns to it."""
+    """Whether the migration overwrites experts in the tensors of the model. If so, the model may now lack some of the
+    experts that ``plans`` assigns to this rank."""
     saved: SavedExperts | None = None
     """Copies of the experts that this rank has overwritten; None if they are not kept."""
 
@@ -197,7 +197,7 @@ class PlacementManager:
         )
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
-        """Combine ``plan`` (None: the current placement of this rank's stage) with the dispatch backend for a model."""
+        """Return ``plan`` (None: this stage's current plan) with the dispatch backend, as one object for a model."""
         return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:
@@ -293,7 +293,7 @@ class PlacementManager:
 
         Args:
             keeps_slots: whether experts keep their slots even if their replicas are in fewer failure domains now, e.g.
-                because a spare has replaced a node. A window can be replayed only with its own slots.
+                because a spare has replaced a node. A replay of a window needs the slots of that window.
         """
         if content is None:
             return

@@ -165,8 +165,8 @@ class MixtureLayer(MoELayer):
     iteration: int = 0
 
     def start_iteration(self, iteration: int, owed: Sequence[int] = ()) -> None:
-        """Set the number of the iteration, which failpoints and forced routing need; 0 means an evaluation. ``owed`` is
-        the number of lost tokens of each expert for which it has not yet processed additional tokens."""
+        """Set the number of the iteration, which failpoints and forced routing need; 0 means an evaluation. For
+        each expert, ``owed`` is its number of lost tokens minus the additional tokens it has processed since."""
         self.iteration = iteration
         self.router.start_iteration(iteration, owed)
 

@@ -350,9 +350,9 @@ def more_tokens(
         probs: probability of each token and expert, [T, E].
         routing_map: tokens that were routed to each expert, bool [T, E].
         kept: tokens that each expert processes within its capacity, bool [T, E].
-        owing: ids of experts that may process more, int64 without duplicates; earlier ones take tokens first.
-        capacity: number of tokens that each expert may process without repayment.
-        most: largest number of tokens that one expert processes in addition.
+        owing: ids of experts that may exceed their capacity, int64 without duplicates; earlier ones take tokens first.
+        capacity: capacity of each expert, in tokens.
+        most: largest number of tokens that one expert may process beyond its capacity.
         by_probs: if true, choose the dropped tokens with the largest probabilities; otherwise the first dropped tokens.
 
     Returns:

@@ -313,9 +313,9 @@ def _own_steps(member: MegatronOptimizer, step: int) -> None:
 
 
 GroupKeys = list[list[Any]]
-"""Keys of the parameter groups of all ranks, with one inner list for each all-gather by which Megatron collects keys
-while it builds the optimizer. A key has two elements: options that replace the optimizer's for this group, or None; and
-whether the group has expert parameters."""
+"""Keys of the optimizer's parameter groups. While Megatron builds the optimizer, it collects the keys of all ranks with
+all-gathers; each inner list is the result of one all-gather. A key has two elements: options that replace the
+optimizer's for this group, or None; and whether the group has expert parameters."""
 
 
 @contextmanager
@@ -461,8 +461,8 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
 def prepare_known(
     optimizer: MegatronOptimizer, *, found_inf: bool, without: Collection[torch.nn.Parameter] = frozenset()
 ) -> None:
-    """Do the work of ``prepare`` without communication, in a replay: the logged vote contains the results of
-    ``prepare``. Parameters in ``without`` get no master gradients, so the update does not change their state."""
+    """Copy and unscale the gradients in a replay. Unlike ``prepare``, do not communicate: the results are in the logged
+    vote. Parameters in ``without`` get no master gradients, so the update does not change their state."""
     for part in _parts(optimizer):
         scaler: Any = getattr(part, "grad_scaler", None)
         if scaler is None:

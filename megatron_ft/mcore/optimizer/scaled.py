@@ -253,7 +253,7 @@ Described = dict[str, dict[str, ShardedTensor]]
 
 
 def describe(member: Any, model_shards: dict[str, Any], *, is_loading: bool) -> Described:
-    """Describe the state of ``member``, one of the classes of this module, for a checkpoint."""
+    """Return this rank's shards of the state of ``member``, an optimizer of this module, for a checkpoint."""
     tensors, _ = extract_sharded_tensors_and_factories(model_shards)
     replicas = {shard.data: shard.replica_id for shard in nested_values(tensors)}
     is_shared = isinstance(member, DistributedOptimizer) and member.data_parallel_group.size() > 1

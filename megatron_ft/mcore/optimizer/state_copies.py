@@ -61,7 +61,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lending:
-    """Master weights of this rank. Rank ``keeper`` has copies of them. Their tensors are sent in this order."""
+    """Master weights of this rank that rank ``keeper`` copies, in the order in which their tensors are sent to it."""
 
     keeper: int
     masters: list[Master] = field(default_factory=list)

@@ -69,7 +69,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 def shards_of_range(
     whole: ShardedTensor | ShardedTensorFactory, start: int, stop: int, data: torch.Tensor | None, *, is_shared: bool
 ) -> list[ShardedTensor]:
-    """Describe a range of a flattened parameter, in order of the elements.
+    """Return checkpoint shards (boxes) that together cover a range of a flattened parameter, in order of the elements.
 
     Args:
         whole: Megatron's description of the whole parameter, whose ``data`` is the parameter.
