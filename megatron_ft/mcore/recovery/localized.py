@@ -249,7 +249,7 @@ class _Region:
 
 def _stored(client: KeeperClient, rank: int, key: WindowKey) -> StoredWindow:
     """Return where the committed window ``key`` of ``rank`` is stored: in the memory of the rank's node or, if it is
-    not there, in that of a peer. If no node has it, return an entry without slices."""
+    not there, in that of a peer. If no node has it, return a ``StoredWindow`` without slices."""
     for ask_peers in (False, True):
         for found in client.inventory(rank, ask_peers=ask_peers):
             if found.complete and found.key == key and (found.where == "own" or ask_peers):

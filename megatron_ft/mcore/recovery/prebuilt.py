@@ -37,7 +37,7 @@ class _Built:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """An engine that was built in advance, with its groups, which this process uses from now on."""
+    """An engine, built in advance, that this process uses from now on, and the engine's process groups."""
 
     engine: TrainingEngine
     groups: Groups

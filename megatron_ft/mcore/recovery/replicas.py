@@ -185,9 +185,9 @@ class ElasticTrainer(KeptLayoutTrainer):
     def _present(
         self, carried: Carried | None, groups: Groups
     ) -> tuple[list[RankStatus], list[str], list[Moved | None], list[dict[str, Any] | None]]:
-        """Gather four lists with one entry per rank: the rank's status; the fingerprint of its samples; its model part
-        and experts if experts have moved since its placement was recorded, otherwise None; and ``Shards.statement``,
-        which describes its optimizer shards, or None if it has none."""
+        """Gather four values of each rank. Return one list per value: statuses; fingerprints of samples; model part and
+        experts, or None if no experts have moved since the rank's placement was recorded; ``Shards.statement``, which
+        describes the rank's optimizer shards, or None if the rank has none."""
         status = RankStatus.of(() if carried is None else carried.holdings, self.spared).to_json()
         has_moved = carried is not None and carried.has_moved
         experts = [carried.part, list(by_expert(carried.state))] if carried is not None and has_moved else None
@@ -381,7 +381,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.report_placement("evacuation")
 
     def _ranks_without(self, leaving: Sequence[int]) -> frozenset[int]:
-        """Return the ranks of this membership whose processes have a rank after the nodes ``leaving`` have left."""
+        """Return the ranks of this membership whose processes still have a rank when the nodes ``leaving`` are gone."""
         size = self.job.launch.ranks_per_node
         processes = [node * size + local for node, local in zip(self.nodes, self.context.local_ranks, strict=True)]
         now = MembershipLayout.of(self.members, processes, size)
@@ -404,8 +404,8 @@ class ElasticTrainer(KeptLayoutTrainer):
     def carry(self, target: Target, *, in_place: bool = False) -> Carried | None:
         """Return this rank's state after the iteration of ``target``; None if the rank has no state. Call this before
         the process groups are destroyed. If the membership has committed no iteration, the result contains the state
-        with which the rank began the membership. If the rank has already received all other state that the placement of
-        the membership assigns to it, the result contains this state, too.
+        with which the rank began the membership. The result then also contains the state that the rank has received for
+        the placement of the membership, if that state is complete.
 
         Args:
             in_place: whether the next membership keeps the layout. The tensors then stay in the engine; otherwise they

@@ -171,9 +171,9 @@ class LocalWindow:
     slices: tuple[memoryview, ...]
     """The bytes of each slice."""
     stored: StoredWindow
-    """Location of the bytes. If ``stored.where`` is ``own``, the bytes are in buffer ``stored.buffer`` of this rank's
-    memory on its node. Otherwise ``stored.buffer`` is the buffer of this rank's newest committed window, or None if
-    there is no such window. In both cases the buffer must not be overwritten."""
+    """Location of the bytes. If ``stored.where`` is ``own``, they are in buffer ``stored.buffer`` of this rank's memory
+    on its node. Otherwise they are elsewhere, and ``stored.buffer`` contains this rank's newest committed window (None
+    if there is no such window). The buffer ``stored.buffer`` must not be overwritten."""
     from_memory: frozenset[tuple[int, int]] = frozenset()
     """Experts, each as (index of its MoE layer among the MoE layers, id), whose state in a window from a file was
     replaced by newer state from memory."""
@@ -398,7 +398,7 @@ class Replayer:
 
 EXTRAS, PLACEMENT, CONFIG, VOTE, PLAN = "extras", "placement", "config", "vote", "plan_in_force"
 AT_RISK = "tokens_at_risk"
-"""Names of values in the header of a slice. ``SETTINGS`` is another such name. The values are JSON texts, because a
+"""Names of values in the header of a slice, in addition to ``SETTINGS``. The values are JSON texts, because a
 manifest is strict JSON and cannot contain NaN."""
 
 

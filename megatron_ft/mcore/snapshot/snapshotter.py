@@ -64,7 +64,7 @@ class _SnapshotStats:
         self._arena: Arena | None = None
 
     def end_captures(self, figures: CaptureFigures) -> None:
-        """Add ``figures``, the final costs of a ``WindowCapture``. The counters of the next one start at 0."""
+        """Add ``figures``, the final costs of a ``WindowCapture``. The next ``WindowCapture`` counts from 0 again."""
         self._add(figures)
         self._seen |= {"stalled_seconds": 0, "captured_bytes": 0, "idle_copied_bytes": 0}
 
@@ -253,7 +253,7 @@ class Snapshotter:
         return None
 
     def capture_whole_next(self) -> None:
-        """Call ``capture_whole`` after the next iteration, before planned windows continue."""
+        """Make the next ``after_iteration`` call ``capture_whole``, before it continues the planned windows."""
         self._is_whole_due = True
 
     @property
@@ -268,7 +268,7 @@ class Snapshotter:
         return None if start < 0 else WindowKey(start_iteration=start, generation=self._kept_generation)
 
     def after_iteration(self, iteration: int, vote: Vote, seconds: float) -> None:
-        """Apply the ``vote`` of ``iteration`` to the windows, and begin to copy a slice of the present state.
+        """Commit or abandon windows, as ``vote`` of ``iteration`` decides. Begin to copy a slice of the present state.
 
         Args:
             seconds: duration of the iteration, in seconds.

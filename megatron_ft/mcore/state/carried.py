@@ -41,7 +41,7 @@ class Carried:
     """A rank's state between two memberships. It does not reference process groups."""
 
     holdings: tuple[Holding, ...]
-    """Records, oldest first: one per expert placement whose tensors for this rank are in ``state`` or ``former``."""
+    """Records, oldest first. Each states that this rank has all state that one placement of experts assigns to it."""
     part: int = 0
     """Model part to which ``state`` and ``host`` belong, see ``Topology.model_parts``."""
     state: NamedState
@@ -57,8 +57,8 @@ class Carried:
     batch: BatchPlan
     """Batch plan with which the iteration in ``finished`` ran."""
     shards: Shards | None = None
-    """Sharded optimizer state of the non-expert parameters, for all model parts and ``holdings`` of this rank. If it is
-    set, ``state`` lacks these parameters. None if the optimizer is not sharded or the job keeps its layout."""
+    """Sharded optimizer state of non-expert parameters that this rank has, from all memberships in ``holdings``. If it
+    is set, ``state`` lacks these parameters. None if the optimizer is not sharded or the job keeps its layout."""
     kept: WindowKey | None = None
     """Newest committed window that this rank knows; None before the first commit."""
     plan: WindowPlan | None = None
@@ -208,7 +208,7 @@ class MembershipMove:
     """For each rank, its present model part and experts if a migration replaced experts after its holdings were
     recorded; otherwise None."""
     joining: tuple[int, ...]
-    """Nodes whose ranks lack the holding with ``key``, without the nodes that were hot spares in its membership."""
+    """Nodes with ranks that lack the holding with ``key`` and were no hot spares in the membership of this holding."""
 
     @cached_property
     def parts(self) -> tuple[int, ...]:

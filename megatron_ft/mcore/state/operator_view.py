@@ -430,7 +430,7 @@ def _code_buffers(shards: Iterable[StateShard], held: Mapping[Part, _Held]) -> d
 
 
 def _range_with(ranges: Mapping[tuple[int, int], _Value], start: int, stop: int) -> tuple[int, _Value] | None:
-    """Find the range in ``ranges`` that contains [start, stop). Return its first element and its value, or None."""
+    """Return (first element, value) of the range in ``ranges`` that contains [start, stop); None if none does."""
     return next(((first, value) for (first, last), value in ranges.items() if first <= start and stop <= last), None)
 
 

@@ -123,7 +123,7 @@ class Shards:
         }
 
     def statement(self) -> dict[str, Any]:
-        """Return a description of this object as JSON values, for ``ShardMove.of``."""
+        """Return JSON values that describe the element ranges in this object, for ``ShardMove.of``."""
         rows = [[piece.part, piece.parameter, piece.start, piece.stop, piece.is_copy] for piece in self.pieces]
         unit = _unit(self.kinds)
         item_bytes = sum(
