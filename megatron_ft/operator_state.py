@@ -68,12 +68,12 @@ class StateShard:
 
     @property
     def block_elements(self) -> int:
-        """Number of elements in a block. The shard may be cut only between blocks."""
+        """Number of elements in a block that shares one scale; 1 without scales. Cut the shard only between blocks."""
         return block_elements((*self.full, *self.frozen))
 
 
 def block_elements(components: Iterable[Component]) -> int:
-    """Return the number of elements in a block. A shard with these components may be cut only between blocks."""
+    """Return the number of elements in a block that shares one scale, or 1 without scales. Cut only between blocks."""
     return SCALE_BLOCK_ELEMENTS if any(component.per_block for component in components) else 1
 
 

@@ -196,8 +196,8 @@ class ShardMove:
         return cls(mine=mine, step=steps.pop(), iteration=iteration, held=held, parts=tuple(parts))
 
     def missing(self, without: Sequence[int] = ()) -> Declined | None:
-        """Describe the state that no rank has, or that only the ranks ``without`` have. Return None if there is no such
-        state."""
+        """Return which state is lost if the ranks in ``without`` leave: state that only they have, or that no rank has.
+        None if no state is lost."""
         everything = [[(t.tensor_part, t.parameter, 0, t.num_elements) for t in self.held.index.tensors]]
         found = TransferPlan.of(self.held.without(ranks=without), self._needs(everything))
         return found if isinstance(found, Declined) else None

@@ -182,7 +182,7 @@ def choose_holding(
 
     The first choice is the newest holding that every rank with state has. If no holding is common to these ranks, the
     oldest holding is chosen, because only some ranks have received the whole state of later memberships. A holding
-    whose ranks together lack an expert or a model part is used only if this is so for every holding.
+    whose ranks together lack an expert or a model part is used only if every holding has such a gap.
 
     Args:
         present: status of each rank of membership ``generation``.

@@ -191,8 +191,8 @@ class IterationState:
     """Number of tokens that each expert has processed beyond its capacity, in the shape of ``expert_load``."""
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
-    """Seconds from the start of the iteration to the end of this rank's newest step: the gradients, later the update.
-    If a failure follows, the time until it is noticed does not count."""
+    """Seconds from the start of the iteration to the end of this rank's newest work: first the gradients, then the
+    update. Time after this work, such as waiting for a rank that has failed, does not count."""
     contributed: bool = False
     """Whether this rank may have sent its ballot. If so, other ranks may have the complete vote (all ballots)."""
     vote: Vote | None = None

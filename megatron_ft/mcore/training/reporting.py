@@ -50,7 +50,7 @@ class Evaluates(Protocol):
     iteration: int
 
     def evaluate(self) -> tuple[float, int]:
-        """Return the mean loss per token and the number of tokens."""
+        """Evaluate the weights on validation data. Return the mean loss per token and the number of tokens."""
 
 
 _PACKAGES = ("torch", "megatron-core", "numpy")

@@ -440,7 +440,7 @@ class Trainer:
         self.checkpoints.save(self.state(self.extra_state()), iteration)
 
     def state(self, extra: dict[str, Any]) -> DenseState:
-        """Return the complete training state of this rank, with ``extra``. A save writes it; a load overwrites it."""
+        """Return this rank's whole training state and ``extra`` as one object, which a save reads and a load fills."""
         engine = self.engine
         return DenseState(
             model_chunks=engine.model_chunks,
