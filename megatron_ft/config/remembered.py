@@ -50,7 +50,7 @@ class Change:
     """Concern of the key (``data``, ``model``, ``optimizer`` or ``schedule``) if the key determines the result of
     training, otherwise None."""
     follows: bool = False
-    """Whether the key has an effect in only one of the two jobs, because another key was changed. For example,
+    """Whether only the newest job or only the new job uses the key, because another key was changed. For example,
     ``optimizer.min_lr`` has no effect if the learning rate is constant."""
 
     @property
@@ -116,7 +116,7 @@ def _with_entry(present: Any, given: Any, path: Sequence[str]) -> Any:
 
 
 def changes(recorded: JobConfig, now: JobConfig) -> list[Change]:
-    """List the keys in which a job differs from the run's newest job, in the order of the keys.
+    """List the keys that differ between ``recorded`` (run's newest job) and ``now``, in the configuration's order.
 
     Keys that apply to one job only are left out. Derived values of the schedule are listed if they differ, e.g.
     ``optimizer.lr_decay_iterations`` after a change of ``training.train_iterations``.
@@ -150,7 +150,7 @@ def check_allowed(found: Sequence[Change], allowed: Collection[str]) -> list[str
         allowed: ``run.allow_change`` of the command line.
 
     Returns:
-        ``allowed``, and the keys that began or ceased to have an effect because of an allowed change.
+        List of the keys in ``allowed``, and of the keys whose effect began or ceased because of an allowed change.
 
     Raises:
         ConfigError: a change is not allowed, or the run cannot continue with it.

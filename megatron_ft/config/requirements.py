@@ -111,8 +111,8 @@ def _windows(reason: str, *, unless: Callable[[JobConfig], bool] = lambda config
 
 
 def _processes(reason: str, *, on_cuda: str = "") -> tuple[Requirement, ...]:
-    """Make the requirements of a recovery in which ranks continue in their processes. ``reason`` states why they must
-    continue in them. ``on_cuda`` is appended to the reason why CUDA is refused."""
+    """Make the requirements of a recovery in which living ranks continue and are not restarted. ``reason`` states why
+    a restart is not possible. ``on_cuda`` is appended to the reason why CUDA is refused."""
     return (
         Requirement(
             key="recovery.keep_processes",

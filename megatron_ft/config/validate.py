@@ -1,4 +1,4 @@
-"""All checks of a configuration that need no files and no hardware, for one type of device or for both types."""
+"""Runs all checks of a configuration that need no files and no hardware: for CPU, for CUDA, or for each of them."""
 
 import dataclasses
 from collections.abc import Callable

@@ -38,20 +38,20 @@ class SignsOfLife(Generic[Key]):
         """Whether more than half of the timeout passed between the last two calls of ``silent``."""
 
     def hear(self, key: Key, now: float) -> None:
-        """Record a heartbeat of a key, and expect further heartbeats. Safe in any thread."""
+        """Record a heartbeat of the sender ``key``, and expect further heartbeats. Safe in any thread."""
         self._heard[key] = now
 
     def forget(self, key: Key) -> None:
-        """Expect no more heartbeats of a key."""
+        """Expect no more heartbeats of the sender ``key``."""
         self._heard.pop(key, None)
 
     def seconds_since(self, key: Key, now: float) -> float | None:
-        """Return the time since the last heartbeat, or None for an unknown key."""
+        """Return the time since the last heartbeat of the sender ``key``, or None for an unknown sender."""
         heard = self._heard.get(key)
         return None if heard is None else now - heard
 
     def silent(self, now: float) -> list[Key]:
-        """Return the keys whose heartbeat is overdue. Call this method several times within the timeout.
+        """Return the keys of senders whose heartbeat is overdue. Call this method several times within the timeout.
 
         If more than half of the timeout has passed since the last call, the caller itself may have missed heartbeats.
         In that case, the timeout of each key begins again.
@@ -75,7 +75,7 @@ class Place:
 
 
 FIRST_ITERATIONS = 3
-"""``hang_iterations`` applies after this number of measured iterations of a membership. The first ones are slower."""
+"""``hang_iterations`` applies when this many iterations of a membership were measured. The first ones are slower."""
 _MEASURED_ITERATIONS = 50
 
 

@@ -407,7 +407,7 @@ _GENERATIONS_OF_JOB = 1_000_000
 
 
 def _kept_servers(config: JobConfig, run_dir: Path) -> KeptServers:
-    """Describe the snapshot servers that outlive this job, and the earlier jobs' servers that this job uses."""
+    """Return how long snapshot servers outlive this job, and which servers of earlier jobs this job can take over."""
     seconds, first_generation = config.snapshot.outlive_job_seconds, 0
     if seconds:
         path = run_dir / FOLDER / _GENERATIONS_FILE

@@ -83,8 +83,8 @@ class Controller:
         self._clock = clock
         self._journal = journal
         self._known_orders: deque[Message] = deque()
-        """Orders of earlier controllers, from the journal. This controller repeats them while it reads the journal; a
-        repeated order is removed from this queue."""
+        """Orders in the journal, which earlier controllers gave. When this controller repeats their decisions, it gives
+        the same orders and removes each from this queue."""
         self._num_posted = 0
         """Count of the launcher's events that have been processed."""
         self._past_deadline: float | None = None
@@ -155,8 +155,8 @@ class Controller:
     def run(self, on_record: RecordSink, on_step: StepSink) -> JobResult:
         """Serve until the job has ended; call ``on_record`` for records of ranks and ``on_step`` for decisions.
 
-        When ``on_step`` is called for a restart or the next membership, the property ``details`` still describes how
-        ranks of the generation that ends have ended.
+        When ``on_step`` is called for a restart or the next membership, the property ``details`` still describes the
+        ended ranks of the old generation.
         A new controller first repeats the decisions of earlier controllers, and passes these decisions to ``on_step``.
         """
         try:

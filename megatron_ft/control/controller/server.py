@@ -50,7 +50,7 @@ class Item:
         """Wait until this item and all earlier items have been processed; return False after ``timeout_seconds``.
 
         Args:
-            sign: called every ``sign_seconds`` during the wait.
+            sign: called every ``sign_seconds`` during the wait, to record that the waiting node is alive.
         """
         deadline = time.monotonic() + timeout_seconds
         # A node whose call waits for a busy controller is alive; without these signs it would count as lost.
@@ -63,7 +63,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """An event that is not in a call of an agent or administrator. Events of the launcher have numbers."""
+    """An event that no agent or administrator has sent. If the launcher has sent it, it has a ``number``."""
 
     event: MachineEvent
     arrived_seconds: float
@@ -157,8 +157,8 @@ class _AgentSession:
     num_fetched: int = 0
     """Count of the orders that the agent has fetched, plus the count of the orders before its registration."""
     is_inherited: bool = False
-    """Whether an earlier controller may have forwarded records that this agent delivered. Records are not in the
-    journal, so ``next_item`` does not count them."""
+    """Whether the agent's next delivery may begin after ``next_item``: this index comes from the journal, which
+    does not contain the records that an earlier controller has forwarded."""
     newest_item: Item | None = None
     """The item of this session that arrived last."""
     delivery: threading.Lock = field(default_factory=threading.Lock)
@@ -345,7 +345,7 @@ class ControllerServer:
         return self._inbox.take(until_seconds)
 
     def admit(self, node: int, process_id: int) -> bool:
-        """Register an agent, which replaces an earlier agent of its node. Return False if it was registered already."""
+        """Register a process as its node's agent, in place of any other. Return False if it already is this agent."""
         return self._sessions.admit(node, process_id, num_orders=len(self._orders))
 
     def end(self, node: int, process_id: int | None) -> bool:
