@@ -50,7 +50,7 @@ class Change:
     """Concern of the key (``data``, ``model``, ``optimizer`` or ``schedule``) if the key determines the result of
     training, otherwise None."""
     follows: bool = False
-    """Whether only the newest job or only the new job uses the key, because another key was changed. For example,
+    """Whether only the earlier job or only the new job uses the key, because another key was changed. For example,
     ``optimizer.min_lr`` has no effect if the learning rate is constant."""
 
     @property

@@ -64,7 +64,7 @@ class RankBroken:
 @dataclass(frozen=True, slots=True)
 class RankExited:
     """A rank's process ended. ``returncode`` is negative if a signal killed the process. ``done`` means that the rank
-    had finished its work. ``iteration`` is the last iteration that the rank reached (0 before the first). ``last_line``
+    had finished its work. ``iteration`` is the last iteration that the rank reached (0 if none). ``last_line``
     is the last line of the rank's log; it is empty if this line is unknown or the rank had finished its work."""
 
     rank: int
@@ -142,11 +142,11 @@ MachineEvent = (
 
 
 class Moment(NamedTuple):
-    """The two times of an event, both on the controller's clock.
+    """The times at which an event arrived and is processed, both on the controller's clock.
 
     A controller with a backlog processes an event long after its arrival. Deadlines are compared with the time of
-    arrival; otherwise a slow controller would lose healthy nodes. Time limits for the effect of a decision begin at the
-    time of the decision.
+    arrival; otherwise a slow controller would lose healthy nodes. If the event causes a decision that sets a deadline,
+    this deadline counts from the time of processing.
     """
 
     seconds: float

@@ -350,8 +350,8 @@ class NodeRules:
         }
 
     def is_worn(self, state: State, node: int, iteration: int) -> bool:
-        """Return whether a member, if it were lost after ``iteration``, would not be started again because it was lost
-        too often in a row."""
+        """Return whether a member was lost so often in a row that it would not be started again if it were lost once
+        more, after ``iteration``."""
         # ``count_loss`` resets the count after ``SETTLED_ITERATIONS``, so losses that are far apart do not add up.
         return count_loss(state.nodes[node], iteration) > self.policy.max_node_restarts
 
@@ -439,8 +439,8 @@ class NodeRules:
         return replace(step, state=replace(step.state, deadline_seconds=fresh_deadline))
 
     def set_wake_up_of_filling(self, step: Step, now: Moment) -> State:
-        """Return the state after ``step``. Its ``wake_up_seconds`` is the time at which the job next checks whether
-        other nodes can replace the lost nodes."""
+        """Return the state after ``step`` with ``wake_up_seconds`` set: when the job next checks whether other nodes
+        can replace the lost nodes."""
         starting = [record for record in step.state.nodes.joining if record.state is NodeState.STARTING]
         times = [record.since_seconds + self.policy.start_timeout_seconds for record in starting]
         times += [record.not_before_seconds for record in step.state.nodes.records if record.is_wanted]

@@ -266,8 +266,8 @@ def _end(policy: MembershipPolicy, state: State, event: MachineEvent, now: Momen
 
 
 def _why_not_again(policy: MembershipPolicy, state: State, now: Moment) -> str:
-    """Return why a job that restarts all ranks after a loss (``replaces_by_restart``) does not restart them now. The
-    text is empty for all other jobs, and if the failure or a request to stop already rules out a restart."""
+    """Return why a job that restarts all ranks after a loss (``replaces_by_restart``) does not restart them now. Return
+    an empty text for other jobs, after a request to stop, and after a failure that excludes a restart."""
     first = state.first_failure
     if (
         not policy.replaces_by_restart

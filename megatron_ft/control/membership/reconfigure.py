@@ -54,8 +54,8 @@ def lose(policy: MembershipPolicy, state: State, node: int) -> State:
 
 
 def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State | None:
-    """Record the report of a rank that has stopped. Return None if the job cannot continue without a node now; the
-    rank's error then counts as a failure of the rank."""
+    """Record the report of a rank that has stopped. Return None if the job may not lose nodes, or not in its
+    present phase; the rank's error then counts as a failure of the rank."""
     node, rank = policy.node_of(event.rank), event.rank
     # A late report of an earlier generation is ignored: it would contradict the new positions, and the contradiction
     # would stop the job.
@@ -102,7 +102,7 @@ def decide(policy: MembershipPolicy, state: State, now: Moment) -> Step | None:
 
 
 def _fill(policy: MembershipPolicy, state: State, now: Moment) -> Step:
-    """Return the step that replaces lost nodes, or continues or stops the job if a node has no replacement.
+    """Return the step that replaces lost nodes. If one has no replacement, this step continues or stops the job.
 
     Raises:
         RecoveryError: there is no iteration after which all ranks can continue.

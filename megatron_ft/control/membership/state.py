@@ -72,7 +72,7 @@ class NodeRecord:
     was_draining: bool = False
     """Whether the node was ``DRAINING`` when it was lost."""
     leaves_now: bool = False
-    """Whether the node leaves in the change that was ordered in this generation."""
+    """Whether the node leaves at the change of the membership that was ordered in this generation."""
     joined_iteration: int = 0
     """Iteration after which the node joined the job most recently."""
     agent_since_seconds: float = 0.0
@@ -98,7 +98,7 @@ class Nodes:
     """Nodes of this generation, ascending; if the job keeps its layout, in the order of their places in the layout. A
     lost member stays in the list until the next membership, even if its ranks have been started again."""
     records: tuple[NodeRecord, ...] = ()
-    """Records by node number; nodes beyond the last record are ``ABSENT``."""
+    """Records, indexed by node number. A node without a record counts as ``ABSENT``."""
 
     @staticmethod
     def of(members: Iterable[int]) -> "Nodes":
@@ -412,11 +412,11 @@ class Failure:
     rank: int | None = None
     node: int | None = None
     number: int | None = None
-    """Number of the failed rank in its membership; None if ``JobResult.details`` has it, or if no rank failed."""
+    """Number of the failed rank in its membership; None if ``JobResult.details`` contains it, or no rank failed."""
     iteration: int = 0
-    """Last iteration that the rank reached, 0 before the first."""
+    """Last iteration that the rank reached; 0 if it has reached none."""
     sudden: bool = False
-    """Whether no other failure can be the cause: the node was lost, or the rank hung or was killed by a signal."""
+    """Whether no other failure can have caused this one: a node was lost, or a rank hung or was killed by a signal."""
     final: bool = False
     """Whether another attempt of the job would fail in the same way."""
     detail: str = ""
@@ -456,8 +456,8 @@ class State:
     layout: "MembershipLayout | None" = None
     """Layout of this generation; None if the layout has not changed since all ranks were started."""
     base: "MembershipLayout | None" = None
-    """Layout of the newest earlier membership whose ranks had received their state: it committed an iteration, or all
-    ranks that survived it report this. None means the layout at the start."""
+    """Layout of the newest earlier membership that has committed an iteration, or whose surviving ranks have all
+    reported that they had received their state. None means the layout at the start."""
     begun_iteration: int = 0
     """Iteration after which this generation began."""
     has_changed_layout: bool = False
@@ -466,7 +466,7 @@ class State:
     deadline_seconds: float | None = None
     """Time at which the present phase exceeds its time limit; None if the phase has no limit."""
     reform_by_seconds: float | None = None
-    """Latest end of the phase ``REFORMING``. Ranks without a report count as lost already at ``deadline_seconds``."""
+    """Latest end of the phase ``REFORMING``. Ranks without a report count as lost earlier, at ``deadline_seconds``."""
     wake_up_seconds: float | None = None
     """Time at which the state machine must next decide about nodes that join or leave; None means never."""
     failed_starts: tuple[FailedStart, ...] = ()
