@@ -55,7 +55,7 @@ class Join:
     sidecars: dict[str, SidecarAddress] = field(default_factory=dict)
     store: StoreEndpoint | None = None
     presence: PresenceEndpoint | None = None
-    """Port at which the kernel of the agent's machine answers; None if the machine is not watched."""
+    """Port that the controller probes to find out whether the agent's machine is alive; None: no probes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ def free_port(interface: str) -> int:
 
 
 NUM_PORTS = 16
-"""Number of ports that a node offers for the rendezvous store. So many consecutive generations use different ports."""
+"""Number of ports that a node offers for the rendezvous store. The generations use these ports in a cycle."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from megatron_ft.serde import Between, Length
 PROBE_SECONDS = 0.25
 """Seconds between two probes (a byte, or an attempt to connect). A living kernel answers within this time."""
 DOUBT_SECONDS = 0.5
-"""Time without an acknowledgement of a byte after which the controller tries new connections. Unlike another byte, each
-attempt sends a packet at once."""
+"""Time without an acknowledgement of a byte after which the controller tries new connections. Each attempt to connect
+sends a packet at once, whereas TCP may delay another byte."""
 _CLOSED_SECONDS = 1.0
 """Pause before the next attempt to connect, after the other machine has closed or refused a connection."""
 _REPORT_SECONDS = 10.0
@@ -70,7 +70,7 @@ class PresencePort:
         self.endpoint = PresenceEndpoint(address=host, port=port)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the port's sockets in ``selector``, with ``data``: the function to call for a readable socket."""
+        """Register the port's sockets in ``selector``. If one is readable, call the function in its key's ``data``."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -137,7 +137,7 @@ class _Machine:
     """Whether a message has reported that this machine has never answered."""
 
     def has_answered_since(self, past: float) -> bool:
-        """Whether the machine has answered every probe since ``past``."""
+        """Whether the machine has answered every probe since the time ``past``."""
         return self.is_open and self.open_since <= past
 
 

@@ -456,8 +456,8 @@ class _UnauthenticatedConnections:
     def most(self, num_authenticated: int) -> int:
         """Return how many unauthenticated connections may exist if ``num_authenticated`` connections are authenticated.
 
-        The result is half of ``max_connections - num_authenticated``, within limits. An agent thus has time to present
-        the token before its connection becomes the oldest one and is shut down.
+        The result is half of ``max_connections - num_authenticated``, within limits. With this number, an agent has
+        time to present the token before its connection becomes the oldest one and is shut down.
         """
         return min(MAX_UNAUTHENTICATED, max(MIN_UNAUTHENTICATED, (self._max_connections - num_authenticated) // 2))
 

@@ -175,7 +175,7 @@ class RunDir:
         Args:
             may_be_in_memory: whether the run's state may be in memory only, so that ``run.resume=must`` does not need a
                 checkpoint in the folder.
-            keeps_config: whether an earlier job's ``config.yaml`` is not replaced, because this job does not train.
+            keeps_config: whether to keep an earlier job's ``config.yaml``, because this job does not train.
 
         Raises:
             ConfigError: the name is invalid, ``run.resume`` does not allow this state of the folder, or another job

@@ -32,7 +32,7 @@ _SOCKET = re.compile(r"(?P<node>[0-9]{3,})-(?P<process_id>[0-9]+)(-.+)?\.sock")
 
 
 class Use:
-    """The use of a socket folder by this process. It ends with ``end`` or with the process."""
+    """Marks a socket folder as used by this process, until ``end`` is called or the process ends."""
 
     def __init__(self, path: Path) -> None:
         """Begin to use the folder. A folder without a lock file was not made by ``make_runtime_dir``, so ``end``

@@ -85,7 +85,7 @@ class ControllerSilent(ControlError):
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """Entry of the queue of orders, made when the controller has refused a call or has sent an invalid order."""
+    """Item in the agent's queue of orders. It reports that the controller refused a call or sent an invalid order."""
 
     reason: str
 

@@ -42,7 +42,7 @@ class NodeSpec:
     preload: list[str]
     """Modules that the fork server imports."""
     batch_job: str | None = None
-    """Id of the Slurm job whose batch host runs the launcher; None if no node has to requeue this job."""
+    """Id of the Slurm job that this node requeues if the launcher's machine, the batch host, dies; None: no requeue."""
 
     def to_line(self) -> bytes:
         """Encode this spec of a node as one line of JSON."""

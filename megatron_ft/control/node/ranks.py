@@ -33,7 +33,7 @@ GREETING_BYTES = 4096
 MAX_UNAUTHENTICATED = 256
 """Largest number of open connections whose rank is not known yet. If there are more, the oldest are closed."""
 _BUSY_SECONDS = 0.5
-"""Seconds of processor time. A rank that uses more during the timeout counts as alive, even if it answers no ping."""
+"""Processor time in seconds. A rank that has used more since the last ping is alive, even if it has not answered."""
 
 
 class Outbox:
@@ -50,7 +50,7 @@ class Outbox:
         self._on_drained = on_drained
 
     def put(self, item: Message) -> None:
-        """Add one item."""
+        """Add one item to the queue."""
         num_bytes = len(json.dumps(item))
         with self._changed:
             self._items.append((num_bytes, item))
@@ -59,7 +59,7 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether the producer should wait."""
+        """Whether the queue is full, so that the producer should wait until ``on_drained`` is called."""
         with self._changed:
             return self._full
 
@@ -151,7 +151,7 @@ class Ranks:
         self._ranks[rank] = _Rank(rank, start, log)
 
     def accept(self) -> None:
-        """Accept new connections."""
+        """Accept all connections that wait at the socket to which ranks connect."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()

@@ -273,7 +273,7 @@ class AgentClient:
         self._broken: str | None = None
         self._order: MembershipOrder | None = None
         self._next: deque[NextMembership] = deque()
-        """Memberships that have begun but that the rank has not seen yet. Only a hot spare can have several."""
+        """Memberships that have begun but were not returned to the rank yet. Only a hot spare can have several."""
         self._leaves = False
         self._ended: str | None = None
         self._listener = threading.Thread(target=self._listen, name="agent", daemon=True)

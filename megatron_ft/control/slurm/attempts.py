@@ -33,19 +33,19 @@ class Witness:
 
     @staticmethod
     def begin(run_dir: Path, hosts: Sequence[str]) -> "Witness":
-        """Return the object for an attempt that begins now. It ignores lines that are in the event file already."""
+        """Return the object for an attempt that begins now. Events already in the event file are ignored."""
         return Witness(run_dir, hosts, _num_whole_bytes(run_dir / _EVENTS))
 
     def lost_hosts(self) -> tuple[str, ...]:
-        """Return the hosts of nodes whose loss was reported, once for each loss."""
+        """Return the host of each node loss that the attempt's events report; a host can appear several times."""
         return self._hosts_of(line for line in self._events() if line["kind"] == "node_lost")
 
     def failed_hosts(self) -> tuple[str, ...]:
-        """Return the hosts of the ranks that were the first to fail."""
+        """Return the host of the rank that failed first, for each failed generation of the attempt."""
         return self._hosts_of(line for line in self._events() if line["kind"] == "rank_failed" and line.get("first"))
 
     def is_complete(self) -> bool:
-        """Return whether the run was reported to be complete."""
+        """Return whether the attempt's events report that the run is complete."""
         ends = [line for line in self._events() if line["kind"] == "run_finished"]
         return any(line.get("is_complete", True) for line in ends)
 
@@ -76,7 +76,7 @@ class RunAttempts:
             raise ControlError(f"{path}: damaged: {error!r}") from None
 
     def read(self) -> list[Attempt]:
-        """Return the attempts of the run so far, oldest first, or an empty list if there is no file.
+        """Return the attempts of the run so far, oldest first; empty if ``attempts.jsonl`` does not exist.
 
         Raises:
             ControlError: the file is damaged.
