@@ -1,5 +1,5 @@
-"""AdamW on quantized master weights (masters) and moments: the state, the update, and the reference of its arithmetic
-in plain torch.
+"""AdamW on quantized master weights (masters) and moments: the state, the update, and the reference implementation of
+the update in plain torch.
 
 An update decodes a range of the state to FP32, computes AdamW, and encodes the result. The bits of the result do not
 depend on the device, on the number of threads, or on how a parameter is cut into shards. The reason is that an update
@@ -57,7 +57,7 @@ class Factors:
         """Compute the factors of the update with number ``step``, counted from 1.
 
         Raises:
-            ValueError: epsilon is no normal FP32 number above zero.
+            ValueError: epsilon is NaN, or below 2**-126, the smallest normal FP32 number.
         """
         # Without a gradient both moments are zero, and with epsilon zero their quotient would be NaN.
         if not values.eps >= _LEAST_EPSILON:
@@ -107,8 +107,7 @@ class ScaledState:
         return self.master.codes.numel()
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """Return views of the codes and scales of masters and moments, by name. The codec and snapshots copy from
-        them."""
+        """Return views of the codes and scales of masters and moments, by name. The codec and snapshots copy them."""
         return {
             **parts_of("master", self.master),
             **parts_of("exp_avg", self.exp_avg),
@@ -153,8 +152,8 @@ class ScaledState:
 
 
 def compute_weights(regime: Regime, master: QuantizedTensor, start: int = 0) -> QuantizedTensor:
-    """Return the compute weights (weights of the forward pass) of ``master``, a range of a parameter that begins at
-    element ``start``: FP8 codes with a scale for each block, or FP16 values without scales."""
+    """Return the compute weights (weights of the forward pass) of the masters ``master``: FP8 codes with a scale for
+    each block, or FP16 values without scales. ``start`` is the index of the first master in its flattened parameter."""
     if regime.compute is regime.master is E4M3:
         return master
     values = master.decode()

@@ -106,7 +106,7 @@ def backend_for(name: str, device: torch.device, load: Callable[[str], ctypes.CD
         load: function that builds and loads the library of ``cpp`` or ``cuda``.
 
     Raises:
-        BackendError: there is no such backend, or it cannot update tensors on ``device``. ``load`` may raise others.
+        BackendError: there is no backend ``name`` for tensors on ``device``. ``load`` may raise other exceptions.
     """
     if name not in BACKENDS:
         raise BackendError(f"backend={name}: must be one of {', '.join(BACKENDS)}")

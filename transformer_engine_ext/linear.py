@@ -13,7 +13,7 @@ from transformer_engine_ext.recipes import ROLES, AmaxHistory, Recipe, Scaler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScalers:
-    """Provider of FP8 products for one linear layer, and three scalers, each of which quantizes one of the operands."""
+    """Provider of FP8 products of a linear layer, and scalers that quantize its weight, inputs and output gradients."""
 
     provider: Provider
     weight: Scaler
@@ -24,8 +24,8 @@ class LinearScalers:
     def of(
         cls, provider: Provider, recipe: Recipe, history: AmaxHistory | None = None, number: int = 0
     ) -> "LinearScalers":
-        """Make the scalers of one linear layer for ``recipe``. Delayed scaling needs ``history``, which contains values
-        of several layers, and ``number``, the index of this layer in it."""
+        """Make the scalers of one linear layer for ``recipe``. Delayed scaling needs ``history``, the largest
+        magnitudes of several layers, and ``number``, the index of this layer in ``history``."""
         roles = {role: recipe.scaler(role) if history is None else history.scaler(role, number) for role in ROLES}
         return cls(provider=provider, **roles)
 

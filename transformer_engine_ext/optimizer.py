@@ -12,7 +12,7 @@ from transformer_engine_ext.regimes import Regime
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRange:
-    """Part of a model parameter that one tensor of the optimizer contains: a range of the flattened parameter."""
+    """Range of a flattened model parameter. One tensor of the optimizer contains exactly this range."""
 
     name: str
     """Global name of the parameter. Random numbers of stochastic rounding depend on it."""
@@ -71,8 +71,8 @@ class ScaledAdamW(torch.optim.Optimizer):
                 self._create(parameter, initial[id(parameter)])
 
     def rename(self, ranges: Mapping[int, ParameterRange]) -> None:
-        """Set the range (name and start) of every parameter. Call this after the state of parameters was replaced by
-        the state of others, e.g. because experts moved.
+        """Set the range (name and start) of every parameter. Call this after parameters have received the state of
+        other parameters, e.g. because experts moved.
 
         Args:
             ranges: new range of each parameter, by the parameter's ``id``.
@@ -80,8 +80,7 @@ class ScaledAdamW(torch.optim.Optimizer):
         self._ranges = {parameter: ranges[id(parameter)] for parameter in self._ranges}
 
     def reset(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Set the masters of ``parameter`` to ``values`` and its moments to zero, in place. Its count of updates
-        stays."""
+        """Set the masters of ``parameter`` to ``values`` and its moments to zero, in place. Keep its update count."""
         found = self.scaled_state(parameter)
         new = ScaledState.of(self.regime, values.reshape(-1), name=found.name, start=found.start)
         for kind, part in found.parts().items():

@@ -59,7 +59,7 @@ class DelayedScaler:
 
     target: Format
     scale: torch.Tensor
-    """Scale of the current iteration as biased exponent, uint8 ``[1]``."""
+    """Scale with which tensors of the current iteration are quantized, as biased exponent, uint8 ``[1]``."""
     newest: torch.Tensor
     """Largest magnitude of all tensors quantized in the current iteration so far, FP32 ``[1]``."""
 
@@ -142,7 +142,7 @@ class AmaxHistory:
         self.history.copy_(torch.cat([self.newest[None], self.history[:-1]]))
 
     def scaler(self, role: str, number: int = 0) -> Scaler:
-        """Return the scaler of one ``role`` of layer ``number``. The scaler uses the tensors of this history."""
+        """Return the scaler of one ``role`` of layer ``number``. It uses views of ``scales`` and ``newest``."""
         place = ROLES.index(role)
         return DelayedScaler(
             target=self.recipe.formats[role],

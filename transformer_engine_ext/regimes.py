@@ -22,14 +22,14 @@ class Regime:
         return self.compute is E4M3
 
     def full(self) -> Iterator[tuple[str, Format, bool]]:
-        """Yield name, format and whether there are scales, for each tensor of an operator's full state. Compute weights
-        are not included, because they can be computed from master weights."""
+        """Yield, for each tensor of an operator's full state, its name, its format and whether it has scales. Compute
+        weights are not included, because they can be computed from master weights."""
         for name in ("master", "exp_avg", "exp_avg_sq"):
             found: Format = getattr(self, name)
             yield name, found, found.is_scaled
 
     def frozen(self) -> Iterator[tuple[str, Format, bool]]:
-        """Yield name, format and whether there are scales, for the compute weights: the state of a frozen operator."""
+        """Yield name and format of compute weights (a frozen operator's only state), and whether they have scales."""
         yield "weight", self.compute, self.is_compute_scaled
 
     @property

@@ -25,7 +25,7 @@ OVER = (
 )
 """Final states of a job in Slurm."""
 START_SECONDS = 180.0
-"""Seconds in which six nodes on one small machine can import all modules and train for a while."""
+"""Time limit in seconds for six nodes on one small machine to import all modules and train for a while."""
 END_SECONDS = 300.0
 
 

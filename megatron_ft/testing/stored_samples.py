@@ -225,4 +225,4 @@ KINDS: Sequence[Kind] = (
         pointer_leads_nowhere=_latest_leads_nowhere,
     ),
 )
-"""All kinds of files that scripts save, damage and load."""
+"""All kinds of stored state (windows, dense checkpoints) that scripts save, damage and load."""

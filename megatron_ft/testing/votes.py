@@ -4,7 +4,7 @@ from megatron_ft.planning.iteration import Vote
 
 
 def vote_of(iteration: int, generation: int = 0) -> Vote:
-    """Return the vote of an iteration without problems. The gradient norm in the vote depends on the iteration."""
+    """Return the vote result of an iteration with finite gradients. The gradient norm in it is 1 + ``iteration``."""
     return Vote(
         generation=generation,
         iteration=iteration,
