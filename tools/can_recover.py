@@ -172,7 +172,8 @@ class Run:
         return plans, loads
 
     def stored(self) -> tuple[Stored, tuple[str, ...]]:
-        """Return the stored states of the run, and a note for each stored state that is damaged or of another run."""
+        """Return which windows (in memory, persisted) and which dense checkpoint of the run are the newest. Also return
+        a note for each persisted window or checkpoint that is skipped because it is damaged or of another run."""
         metrics = read_metrics(self.path)
         identity = self._identity()
 
@@ -423,7 +424,7 @@ def render(answer: Answer) -> str:
 
 
 def _held(cost: Cost) -> str:
-    """Return the end of the output line ``operators: N of M ...``: whether the recovery uses the state of these N."""
+    """Return the words after ``operators: N of M``: whether a recovery uses the current state of these N operators."""
     if cost.keeps_processes:
         return "keep their current state"
     return "have their current state on remaining nodes, but the recovery does not use this state"

@@ -239,7 +239,7 @@ SHOWN = tuple(
         *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     )
 )
-"""Configuration keys of the model that commands print with a new checkpoint's values, for the command of a new run."""
+"""Model keys that a command prints with the values of a new checkpoint, to be copied into the command of a new run."""
 
 
 def _word(value: Any) -> str:
@@ -275,7 +275,8 @@ class Progress:
             _tell(self._left)
 
     def __call__(self, line: str) -> None:
-        """Print ``line``, or keep it if a log got one less than 10 s ago. A kept line is printed if none follows it."""
+        """Print ``line`` at once to a terminal, or if no line was printed in the last 10 s. Otherwise keep the line and
+        print it at the end of the ``with`` block unless a later line replaces it."""
         now = self._clock()
         if self._is_terminal or now >= self._next_seconds:
             self._next_seconds, self._left = now + self.SECONDS, None

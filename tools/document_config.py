@@ -40,7 +40,7 @@ _REQUIRED_BEFORE = {
     },
     "rollback": {"snapshot.policy": "must be given"},
 }
-"""Configuration values that each recovery strategy required in earlier versions, as text by configuration key."""
+"""Maps each recovery strategy to the configuration values that it required in earlier versions, as text by key."""
 
 INTRODUCTION = """\
 # Configuration

@@ -41,7 +41,7 @@ def metrics_table() -> str:
 
 
 def events_table() -> str:
-    """Return all records and their fields as a Markdown table."""
+    """Return all kinds of telemetry records (e.g. events) and their fields as a Markdown table."""
     lines = ["| record | field | type | meaning |", "|---|---|---|---|"]
     for kind, described in schema()["records"].items():
         lines.append(f"| **`{kind}`** | | | *{described['meaning']}* |")

@@ -85,7 +85,7 @@ def _find(path: Path, run: Path | None) -> tuple[Path, JobConfig]:
 
 
 def _in_one_process(config: JobConfig, arguments: argparse.Namespace) -> JobConfig:
-    """Return ``config`` changed to a job of one rank with the same model. Raise a ConfigError if routing is forced."""
+    """Return ``config`` changed to one rank with the same model. Raise a ConfigError if ``router`` is not learned."""
     if config.model.router != "learned":
         raise ConfigError.of(
             "model.router", config.model.router, "must be learned: forced routing does not depend on the text"

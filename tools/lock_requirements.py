@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hashes(uv: str, pins: Iterable[Pin], python: str, kinds: tuple[str, str]) -> dict[Pin, tuple[str, ...]]:
-    """Read from the package index the hashes of all ``pins`` whose Python versions (``pythons``) are in ``kinds``."""
+    """Read from the package index the hashes of all ``pins`` whose field ``pythons`` is one of ``kinds``."""
     wanted = [pin for pin in pins if pin.pythons in kinds]
     plain = {Pin(pin.name, pin.version): pin for pin in wanted}
     with tempfile.TemporaryDirectory() as folder:

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Placement plan with survival probabilities. ``joint`` has the probabilities that no layer loses an expert."""
+    """Placement plan. ``joint`` has, for each number of lost nodes, the probability that no layer loses an expert."""
 
     allocations: tuple[Allocation, ...]
     """Replica counts of experts, computed for each layer. Empty if the command line gives the replica counts."""
@@ -171,8 +171,8 @@ def flag(name: str) -> str:
 def demand(
     options: argparse.Namespace,
 ) -> tuple[list[list[float]] | None, tuple[Allocation, ...], list[tuple[int, ...]]]:
-    """Return loads, allocations and replica counts of all layers. With ``--replica-counts``, there is one layer, whose
-    loads and allocation are unknown: return None for the loads, and no allocations."""
+    """Return loads, allocations (computed numbers of replicas) and replica counts of all layers. ``--replica-counts``
+    gives only the counts of a single layer: then return None for the loads, and no allocations."""
     num_slots = options.num_nodes * options.slots_per_node
     if options.replica_counts is not None:
         counts = parse_counts(options.replica_counts)
@@ -197,7 +197,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def read_loads(options: argparse.Namespace) -> Tokens:
-    """Read recorded tokens per expert as ``[layers, experts]``: of ``--iteration``, or the sum of all iterations."""
+    """Read recorded tokens per expert, ``[layers, experts]``, of ``--iteration``; without it, the sum of all iterations."""
     recorded = ExpertLoads.read(options.loads)
     return recorded.per_layer(None if options.iteration is None else recorded.record_of(options.iteration))
 

@@ -66,7 +66,8 @@ def _record_defaults(day: Day, transport: Transport) -> None:
 def run_trial(
     day: Day, transport: Transport, how: str, variables: dict[str, str], *, judged: bool = True
 ) -> dict[str, Any]:
-    """Kill or stop the last rank inside a collective. Return the largest figures of the remaining ranks, by name.
+    """Kill or stop the last rank inside a collective. Return durations and memory sizes, of each the largest value of
+    the remaining ranks, and the types of the exceptions that these ranks raised.
 
     Raises:
         RuntimeError: a remaining rank raised an exception, ended or did not answer.
@@ -208,8 +209,7 @@ def be_rank(
 
 
 class _Breaker(threading.Thread):
-    """Thread that aborts all communicators of this process on request, while the main thread waits in a
-    collective."""
+    """Thread that, on request, aborts all communicators of this process while the main thread waits in a collective."""
 
     def __init__(self, pipe: Connection, transports: Any) -> None:
         super().__init__(name="breaker", daemon=True)

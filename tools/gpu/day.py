@@ -54,8 +54,7 @@ class Day:
             print(f"PROBLEM {problem}", flush=True)
 
     def lacks(self, part: str, reason: str) -> None:
-        """Report that a part of the stage cannot run on this machine. The stage fails if
-        ``MEGATRON_FT_GPU_DAY=1``."""
+        """Report that part of the stage cannot run on this machine. With ``MEGATRON_FT_GPU_DAY=1`` the stage fails."""
         if os.environ.get(GPU_DAY) == "1":
             self.check(False, f"{part} was not run: {reason}")
         else:

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def dispatch(name: str, device: str) -> bool:
-    """Dispatch tokens with a backend. Return whether schedule, plan, rows and sums equal those of the reference."""
+    """Dispatch tokens with a backend and combine them. Return whether their order and sums equal the reference's."""
     routing = make_routing(num_ranks=4, topk=3, num_experts=16, tokens=(50, 1, 0, 33), skew=1.0, seed=5)
     backend, reference = open_backend(name), open_backend("reference")
     generator = torch.Generator().manual_seed(1)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESERVE_SECONDS = 5.0
 """Part of the time budget that is reserved for writing results and the table."""
 LEAST_SECONDS = 5.0
-"""Remaining time budget that is needed to start another stage."""
+"""Smallest remaining time budget with which another stage is started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ class Stage:
 
     name: str
     entry: str
-    """Function of the stage as ``module:function``. Its argument is a ``Day``, which stores its results."""
+    """Function of the stage as ``module:function``. It reports its results to its argument, a ``Day`` object."""
     seconds: float
     """Time limit of the stage in seconds."""
     about: str

@@ -62,7 +62,7 @@ def run_tests(day: Day, arguments: tuple[str, ...]) -> None:
 
 
 def read_junit(path: Path) -> tuple[dict[str, int], list[str]]:
-    """Return the numbers of passed, failed and skipped tests, and for each failure its name and first line."""
+    """Return the numbers of passed, failed and skipped tests, and each failed test's name and first error line."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     failures = []
     for case in ElementTree.parse(path).getroot().iter("testcase"):

@@ -60,7 +60,7 @@ TRANSPORTS = (
 
 
 def find_transport(day: Day) -> Transport:
-    """Return the first of ``TRANSPORTS`` that works. If an earlier stage of this call found it, do not search again.
+    """Return the first of ``TRANSPORTS`` that works, or the one that an earlier stage of this call has already found.
 
     Raises:
         RuntimeError: no transport works.
@@ -107,7 +107,7 @@ def add_up(place: ranks.Place, pipe: Any, *, backend: str, device_type: str) -> 
 
 
 def join(place: ranks.Place, backend: str, *, prefix: str = "first", store: Any = None) -> Any:
-    """Form the default process group. Use ``store``, or a new TCPStore in rank 0 if None. Return the store."""
+    """Form the default process group with ``store``; if None, with a new TCPStore in rank 0. Return the store."""
     import datetime
 
     import torch.distributed as dist
