@@ -154,7 +154,7 @@ _DERIVED = (
     *("optimizer.lr_decay_iterations", "optimizer.lr_warmup_iterations"),
     *("optimizer.lr_decay_samples", "optimizer.lr_warmup_samples"),
 )
-"""Keys whose value is derived from the length of the run if it is null. ``Settings`` contain the derived value."""
+"""Keys for which null means a value derived from the run's length. ``Settings`` contain the derived value."""
 
 
 def _schedule(config: JobConfig) -> dict[str, JsonValue]:

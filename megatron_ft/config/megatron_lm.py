@@ -16,7 +16,7 @@ VERSION = "core_v0.16.1"
 """Release of Megatron-LM whose flags ``TABLE`` contains. This project uses Megatron-Core of the same release."""
 _NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 Given = Mapping[str, Sequence[str]]
-"""Maps the name (without dashes) of each flag of a command line to its values."""
+"""Maps the name (without leading dashes) of each flag of a command line to the flag's values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,12 @@ class Flag:
     """One flag of Megatron-LM, as a line of ``TABLE`` describes it."""
 
     name: str
-    """Name without dashes."""
+    """Name of the flag without leading dashes, e.g. ``num-layers``."""
     takes: str
     """Number of values that the flag takes: ``nothing``, ``one`` or ``several``."""
     section: str
     answer: str
-    """Column ANSWER of ``TABLE``. In keys such as ``model.*``, the flag's name with underscores has replaced ``*``."""
+    """Column ANSWER of ``TABLE``, where ``*`` is replaced: ``model.*`` is ``model.num_layers`` for ``num-layers``."""
     note: str
 
 
@@ -71,7 +71,7 @@ class Translation:
 
     @property
     def overrides(self) -> list[str]:
-        """Return all overrides, with those of whole groups first. If a key has several, only the last is returned."""
+        """Return all overrides, those of whole groups first. Of several overrides of one key, return only the last."""
         words = [word for each in (*self.defaults, *self.answers) for word in each.overrides]
         last = {word.partition("=")[0]: word for word in words}
         return sorted(last.values(), key=lambda word: "." in word.partition("=")[0])
@@ -172,7 +172,7 @@ def _answer(name: str, values: Sequence[str], given: Given) -> Answer:
 
 
 def _shape(flag: Flag) -> str:
-    """Return how this project writes ``flag``: ``key=<value>`` for each key that replaces it, or ``--flag=<value>``."""
+    """Return how to write ``flag``: ``key=<value>`` for each key that replaces it; without keys, ``--flag=<value>``."""
     keys = [key.removesuffix("=*") for key in flag.answer.split(" in ")[0].split() if "." in key]
     return " ".join(f"{key}=<value>" for key in keys) or f"--{flag.name}=<value>"
 

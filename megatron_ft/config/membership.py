@@ -114,10 +114,10 @@ def _node_list(text: str, nodes: object, *, may_be_empty: bool) -> tuple[int, ..
 
 @dataclass
 class MembershipConfig(JobConfig):
-    """Configuration of a job, adapted to one membership. Its nodes can have different numbers of ranks."""
+    """Configuration of a job, adapted to one membership, in which nodes can have different numbers of ranks."""
 
     places: tuple[int, ...] = ()
-    """Value of the property ``rank_places``: the index of each rank's node in ``member_domains``."""
+    """For each rank, the index of its node in ``member_domains``. The property ``rank_places`` returns this value."""
 
     @property
     def rank_places(self) -> tuple[int, ...]:
@@ -127,10 +127,10 @@ class MembershipConfig(JobConfig):
 def config_of(job: JobConfig, nodes: Sequence[int], *, keeps_layout: bool | None = None) -> JobConfig:
     """Return ``job`` adapted to a membership. ``nodes`` contains the node number of each rank of the membership.
 
-    Failure domains keep their names; a node without a name is its own domain. ``placement.min_replicas``,
-    ``placement.state_copies`` and ``snapshot.num_peer_copies`` are lowered if there are too few domains. If the layout
-    is kept, only the failure domains and ``placement.state_copies`` change, because the number of nodes is the same.
-    Otherwise ``recovery.keep_layout`` is false in the result.
+    Nodes keep the names of their failure domains; a node without a name is a domain of its own. If there are too few
+    domains, ``placement.state_copies`` is lowered. If the layout is kept, only these two settings change, because the
+    number of nodes is the same. Otherwise ``placement.min_replicas`` and ``snapshot.num_peer_copies`` are also lowered
+    if there are too few domains, and ``recovery.keep_layout`` is false in the result.
 
     Args:
         keeps_layout: whether the membership has the layout with which the job starts. Has an effect only with

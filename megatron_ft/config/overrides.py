@@ -15,7 +15,7 @@ from megatron_ft.errors import ConfigError
 
 
 def group_options(*confs: Path) -> dict[str, list[str]]:
-    """Map each group to its options: the names of the YAML files in the folders of this name below ``confs``."""
+    """Map each group of keys to its options: the names of the YAML files in ``<folder of confs>/<group>``."""
     folders = [path for conf in confs for path in sorted(conf.iterdir()) if path.is_dir()]
     options: dict[str, list[str]] = {}
     for folder in folders:
@@ -92,8 +92,8 @@ def _known_keys() -> Mapping[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return the key of the free-form mapping (any entries) that ``key`` names or lies in; None if there is none. For
-    example, return ``snapshot.policy`` for ``snapshot.policy`` and for ``snapshot.policy._target_``."""
+    """Return the key of the mapping with arbitrary entries to which ``key`` belongs: ``snapshot.policy`` for itself and
+    for its entry ``snapshot.policy._target_``. Return None if ``key`` belongs to no such mapping."""
     opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 
@@ -166,7 +166,7 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
 
 
 def _right_type(key: KeyDoc, value: Any, reason: str) -> str:
-    """Return the end of an error message about a value of the wrong type: how to write the value, or ``reason``."""
+    """Return the end of an error message for a wrong type: how to write ``value`` instead, or ``reason`` if unknown."""
     group = key.key.partition(".")[0]
     if key.type.startswith("dict"):
         return f"; choose an option of conf/{group} with {group}=<option>, and set its entries with {key.key}.<entry>="

@@ -64,6 +64,6 @@ class PlacementConfig:
         return "cuda" if device == "cuda" else "cpp"
 
     def kernels_on(self, device: str) -> str:
-        """Return the dispatch kernels that ranks on ``device`` build: ``cpp``, ``cuda``, or an empty string."""
+        """Return the dispatch kernels that ranks on ``device`` build: ``cpp``, ``cuda``, or an empty string if none."""
         backend = self.backend_on(device)
         return "" if self.algorithm is None or backend == "reference" else backend

@@ -30,7 +30,7 @@ _SCHEDULE_KEYS = (
     *("optimizer.min_lr", "optimizer.lr_decay_iterations", "optimizer.lr_wsd_decay_iterations"),
     *("optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"),
 )
-"""Keys that have an effect only with some values of ``optimizer.lr_decay_style``; only then are they compared."""
+"""Keys that have an effect only with some values of ``optimizer.lr_decay_style``. Otherwise they are not compared."""
 _FORMAT_KEYS = ("parallel.use_distributed_optimizer", "precision.params_dtype", "precision.regime")
 """Keys that determine which optimizer state exists. Saved state fits only the values with which it was saved."""
 _SAMPLES_KEYS = ("training.global_batch_size", "training.rampup_batch_size")

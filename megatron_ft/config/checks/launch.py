@@ -195,7 +195,7 @@ def _check_run(run: RunConfig) -> None:
 
 
 def _check_telemetry(telemetry: TelemetryConfig) -> None:
-    """Check sinks, intervals, profiles, display modes, and limits of alerts."""
+    """Check ``telemetry``: sinks, intervals, profiles, modes of terminal and wandb, and limits of alerts."""
     for name, spec in telemetry.sinks.items():
         is_named = isinstance(spec, dict) and isinstance(spec.get("_target_"), str)
         why = "must be null or a mapping in which _target_ names the class of a sink"

@@ -1,4 +1,4 @@
-"""Checks of the length of a run, batch size, reactions to bad iterations, optimizer, number formats, checkpoints."""
+"""Checks of run length, batch size, actions after NaN losses or loss spikes, optimizer, number formats, checkpoints."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ LARGEST_SEED = 2**31 - 1
 
 
 def _check_training(training: TrainingConfig) -> None:
-    """Check numbers of iterations, batch size, device, and reactions to bad iterations."""
+    """Check numbers of iterations, batch size, device, and actions after NaN losses and loss spikes."""
     for name in ("train_iterations", "micro_batch_size", "global_batch_size", "eval_iterations", "num_threads"):
         at_least(1, f"training.{name}", getattr(training, name))
     at_least(1, "training.exit_at_iteration", training.exit_at_iteration)
