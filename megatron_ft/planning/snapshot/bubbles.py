@@ -18,14 +18,14 @@ class StageIdle:
     before_seconds: float
     """Time from the start of the iteration until the stage has its first activation."""
     between_seconds: float
-    """Time for which the stage waits for messages between its first and its last pass."""
+    """Time between the stage's first and last pass in which the stage waits for messages."""
     after_seconds: float
     """Time from the end of the stage's last pass until the first stage has ended its last pass. The stage receives no
     message during this time."""
 
     @property
     def receive_seconds(self) -> float:
-        """Time in which the stage waits for messages. A copy that must end before the update can use this time."""
+        """Time in which the stage waits for messages, usable for copies that must be complete before the update."""
         return self.before_seconds + self.between_seconds
 
     @property
@@ -37,11 +37,11 @@ class StageIdle:
     def of(cls, shape: PipelineShape, stage: int, passes: PassSeconds) -> "StageIdle":
         """Compute the idle time of ``stage`` in a pipeline whose stages all take the same time.
 
-        The total is (P - 1) (f + b), with P stages and the times f and b of a microbatch in one chunk (Narayanan et
-        al., 2021, section 2.2). It depends neither on the number of microbatches nor on the size of their groups.
+        The total is (P - 1) (f + b) for P stages and the times f (forward) and b (backward) in ``passes`` (Narayanan et
+        al., 2021, section 2.2). It depends neither on the number of microbatches nor on the size of microbatch groups.
 
         Args:
-            passes: time of one microbatch in one chunk.
+            passes: times of the forward and the backward pass of one microbatch in one chunk.
 
         Raises:
             ConfigError: the shape is not valid for Megatron's schedules.

@@ -37,8 +37,8 @@ class DenseInterval:
 class OverheadBounded:
     """Dense snapshots at the smallest interval with bounded stalls (CheckFreq; MoEvement, section 5.2).
 
-    A snapshot is captured during one iteration; the time beyond that iteration is the stall. The interval is the
-    smallest n with ``stall / (n * iteration) <= max_overhead``.
+    A snapshot is captured during one iteration; the time by which the capture exceeds this iteration is the stall. The
+    interval is the smallest n with ``stall / (n * iteration) <= max_overhead``.
     """
 
     max_overhead: float = 0.03

@@ -16,7 +16,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class ExpertChoice(Protocol):
-    """Protocol of a class that chooses experts: a frozen dataclass, which the field ``choice`` of a policy names."""
+    """Protocol of a class that chooses the experts of a window: a frozen dataclass, named by a policy's ``choice``."""
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
         """Choose ``num_experts`` experts in each layer on average.
@@ -35,7 +35,7 @@ class Sequential:
     """Chooses the experts in turn, ``num_experts`` per layer (MoC-System, section 3.2 and figure 4).
 
     The next window captures in layer i the experts that this window captures in layer i + 1. The order alternates
-    between groups of experts, so that consecutive experts are on different ranks.
+    between groups (experts on the same ranks), so that experts next to each other in the order are on different ranks.
     """
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
@@ -70,8 +70,8 @@ class LoadAware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRisk:
-    """Chooses a number of experts in each layer in proportion to the tokens at risk in the layer, and the experts that
-    have processed the most tokens since their last capture (MoEtion, algorithm 1)."""
+    """Divides the number of experts among layers in proportion to the layers' tokens at risk, and chooses in each layer
+    the experts that have processed the most tokens since their last capture (MoEtion, algorithm 1)."""
 
     def choose(self, number: int, num_experts: int, at_risk: Counts, num_groups: int) -> Mask:
         return _top(at_risk, _per_layer(at_risk.sum(axis=1).tolist(), num_experts * len(at_risk), at_risk.shape[1]))

@@ -68,8 +68,8 @@ class CopyPlan:
 
 
 def _nodes_with_equal_parts(topology: Topology, node_of: Sequence[int], kind: Kind) -> dict[int, frozenset[int]]:
-    """Return, for each node, the other nodes whose state of ``kind`` is equal. The state of another node is equal if
-    that node has, for each rank of the first node, a rank of the same data-parallel group."""
+    """Return, for each node A, the other nodes that also have A's whole state of ``kind``: nodes that have a rank in
+    the data-parallel group of every rank of A."""
     groups: dict[tuple[int, ...], set[int]] = {}
     keys: dict[int, set[tuple[int, ...]]] = {}
     for rank, place in topology.ranks():

@@ -80,7 +80,7 @@ class TokenLedger:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "TokenLedger":
-        """Read the result of ``dataclasses.asdict`` after a conversion to JSON. ``repaid`` may be missing."""
+        """Create token counts from the JSON form of their ``dataclasses.asdict``. ``repaid`` may be missing."""
         read = {name: tuple(tuple(row) for row in rows) for name, rows in content.items()}
         return cls(**{"repaid": cls.empty(read["lost"]).repaid, **read})
 

@@ -236,7 +236,7 @@ class WindowBuffers:
     """Start iteration of the newest committed window; -1 if no window is committed."""
 
     def report(self, states: BufferStates) -> WindowReport:
-        """Return this rank's report for the vote. The vote combines the reports of all ranks for ``after_vote``."""
+        """Return this rank's window states for the vote, which combines the states of all ranks for ``after_vote``."""
         held = sorted(self.held.items())
         # If all buffers are in use, the next commit frees the buffer of the oldest window for the next window.
         spare = self._unheld() or {held[0][1]}
@@ -308,7 +308,7 @@ _PAGE_BYTES = 4096
 # A buffer that is too small for the next plan is replaced, and the windows in it are lost.
 _MARGIN_FOR_OTHER_PLANS = (5, 4)
 """Size of a buffer divided by the size of a window, as (numerator, denominator), for jobs whose later plans may have
-another order of operators."""
+another order of operators, and then larger windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,15 +123,15 @@ class ChoiceBasis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageBasis:
-    """Inputs of the choice of experts for the file of one window, equal on all ranks. Arrays are
-    ``[MoE layers, experts]``."""
+    """Inputs for choosing the experts whose state in a window is written to the window's file; equal on all ranks.
+    Arrays are ``[MoE layers, experts]``."""
 
     captured_at: Counts
     """Iteration after which each expert's state in the window was captured."""
     stored_at: Counts
     """Iteration after which each expert's state in the newest file was captured."""
     since: int
-    """Start iteration of the window of the newest file."""
+    """Start iteration of the window from which the newest file was written."""
     at_risk: Counts
     """Tokens of each expert that a recovery from the window in memory would lose."""
     stored_at_risk: Counts
@@ -144,8 +144,8 @@ class StorageBasis:
     num_groups: int = 1
     """Number of equal groups of consecutive experts; the experts of a group are on the same ranks."""
     num_experts: int | None = None
-    """Number of experts of each layer whose newer state is written to the file, according to the plan (K_persist).
-    ``choose`` requires this number."""
+    """Planned number of experts of each layer whose newer state is written to the file (K_persist). If it is None,
+    ``choose`` must not be called."""
 
     def choose(self, *, oldest_first: bool, max_lost_share: float | None) -> Mask:
         """Choose ``num_experts`` experts of each layer that are newer in the window than on storage (MoC-System,
@@ -155,8 +155,8 @@ class StorageBasis:
         is the newest.
 
         Args:
-            oldest_first: whether, among these and among all others, experts with the oldest stored state come first. If
-                false, experts whose newer state contains the updates of the most additional tokens come first.
+            oldest_first: order within these experts and within the others. If true, experts with the oldest stored
+                state come first; if false, experts whose newer state includes the most tokens that storage lacks.
         """
         is_newer = self.captured_at > self.stored_at
         urgency = self.stored_at if oldest_first else self.at_risk - self.stored_at_risk
@@ -191,8 +191,8 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
     anything else of the policy."""
 
     def plan_unmeasured(self, demand: Demand) -> WindowPlan:
-        """Plan windows without measurements. The plan has no ``partial`` if the number of experts depends on
-        measurements."""
+        """Plan windows without measurements. ``partial`` of the plan (what windows leave out) is None if the number of
+        experts depends on measurements."""
         ...
 
     def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:
@@ -201,8 +201,8 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
 
     @property
     def num_persisted_experts(self) -> int | None:
-        """Number of experts of each layer whose newer state is written with a file; None to write all experts of the
-        window."""
+        """Number of experts of each layer whose newer state is written to a window's file; None to write all experts of
+        the window."""
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
         """Choose the experts of the next file, in the same way on every rank."""
@@ -213,8 +213,8 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
 
         Args:
             num_experts: number of experts of a layer.
-            windows_per_file: number of windows of which one is written to storage.
-            stored: number of experts of a layer that a file has; used only if ``num_persisted_experts`` is None.
+            windows_per_file: one of this number of windows is written to a file on storage.
+            stored: experts of each layer whose newer state a file gets; used only if ``num_persisted_experts`` is None.
         """
         ...
 
@@ -228,8 +228,8 @@ class _PartialPolicy:
     """Base of the two policies of this module: their common fields, and how they plan windows."""
 
     num_experts: int | None = None
-    """Experts of each layer that a window captures, on average over layers (K of MoC-System, S of MoEtion). null takes
-    as many as do not stall training."""
+    """Experts of each layer that a window captures, on average over layers (K of MoC-System, S of MoEtion). null
+    means as many as possible without stalls of training."""
     interval_iterations: int = 1
     """Iterations from one window to the next."""
     num_persisted_experts: int | None = None
@@ -247,7 +247,7 @@ class _PartialPolicy:
     leaves_out_experts: ClassVar[bool] = True
 
     def plan_unmeasured(self, demand: Demand) -> WindowPlan:
-        """Plan windows without measurements; without ``partial`` if ``num_experts`` is None.
+        """Plan windows without measurements. ``partial`` of the plan is None if ``num_experts`` is None.
 
         Raises:
             ConfigError: a field of the policy is out of range.
@@ -350,7 +350,7 @@ class PartialExperts(_PartialPolicy):
     """Rule that chooses the experts that a window should capture."""
     max_lost_share: float | None = 0.0375
     """Bound of the proportion of lost tokens (PLT) in the whole training. A window captures more experts, up to all, if
-    the next failure could exceed this bound. null keeps the number."""
+    the next failure could exceed this bound. null sets no bound."""
     fill_ranks: bool = False
     """Whether a window also captures further experts, as long as no rank captures more bytes than the busiest rank
     captures anyway (MoC-System, section 5.3). The further experts cost no time, and a recovery loses fewer tokens."""
@@ -397,8 +397,8 @@ class PartialExperts(_PartialPolicy):
             number = min(2 * number, state.num_experts)
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
-        """Choose the K_persist experts of each layer whose newer state a file gets: in turn if ``choice`` takes turns,
-        otherwise preferably those for which the file saves the most tokens from being lost."""
+        """Choose the K_persist experts of each layer whose newer state a file gets. The oldest stored state comes first
+        if ``choice`` takes experts in turn, otherwise the newer state that prevents the loss of the most tokens."""
         in_turn = isinstance(self.choice, Sequential | RoundRobin)
         return basis.choose(oldest_first=in_turn, max_lost_share=self.max_lost_share)
 
@@ -515,7 +515,7 @@ def _filled(state: ExpertBytes, chosen: Mask, at_risk: Counts) -> Mask:
 
 
 def _most_windows(num_experts: int, captured: int, stored: int, windows_per_file: int) -> int:
-    """Return the largest number of windows until a file has a newer state of an expert, if experts take turns.
+    """Return after how many windows at the latest a file updates an expert's state again, if experts take turns.
 
     Args:
         captured: number of experts of a layer that each window captures.

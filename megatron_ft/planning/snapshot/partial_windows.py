@@ -1,5 +1,5 @@
-"""``PartialWindows``: keeps records of windows that leave out experts. The records contain, for memory and for storage,
-the iteration of each expert's state, and the number of tokens that a recovery would lose."""
+"""``PartialWindows``: keeps records of windows that leave out experts: the iteration of each expert's state in every
+window in memory and in the newest file, and the number of tokens that a recovery from there would lose."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -122,13 +122,13 @@ class PartialWindows:
         earlier files for the state of all other experts. Return whether the snapshot server needs a description of
         the file, because its content differs from that of the window, or because the file ``writes_all_pieces``.
 
-        Later files may refer to an expert's state in this file. These are at most ``MAX_PARTIAL_FILES`` files, or twice
-        the number of files in which all experts are written once, whichever is larger. The file after them contains all
-        pieces. So a damaged file makes at most this number of later files unusable.
+        Later files may refer to an expert's state in this file: at most ``MAX_PARTIAL_FILES`` files, or twice the
+        number of files that write all experts once, whichever is larger. The file after them contains all pieces. So a
+        damaged file makes at most this number of later files unusable.
 
         Args:
-            unwritten_start: start of the newest window whose file some rank could not write; -1 if there is none. This
-                file and later ones may refer to pieces that are not on storage, so the next file has everything.
+            unwritten_start: start of the newest window whose file some rank could not write; -1 if there is none. Files
+                since then may refer to pieces that are not on storage, so the next file has its window's whole content.
         """
         before, captured_at = self._stored_at, self._captured_at.get(start)
         since, self._stored_start, self._stored_at = self._stored_start, start, captured_at
@@ -183,8 +183,8 @@ class PartialWindows:
         return self._of_pieces(self._stored_at, start, pieces, num_layers), self._lost(start, self._stored_at)
 
     def captured_again(self, start: int, pieces: Sequence[Piece], num_layers: int) -> list[int]:
-        """Return the indices of master weights in ``pieces``, only for experts that both the window ``start`` and the
-        window of one iteration earlier have captured."""
+        """Return the indices in ``pieces`` of the master weights of those experts that were captured in the window
+        ``start`` and also in the window that started one iteration earlier."""
         before, now = self._captured_at.get(start - 1), self._captured_at[start]
         if before is None:
             return []

@@ -60,7 +60,7 @@ class Activations:
 
     @classmethod
     def of(cls, model: ModelConfig, loads: Iterable[Sequence[Sequence[int]]]) -> "Activations | None":
-        """Create activations from records ``loads`` [layer of model][expert], oldest first; None without records."""
+        """Create token counts from records ``loads`` [layer of model][expert], oldest first; None without records."""
         layers = moe_layers(model)
         records = tuple(tuple(tuple(rows[layer - 1]) for layer in layers) for rows in loads)
         return cls(layers=layers, tokens=records) if records else None
@@ -82,7 +82,7 @@ class Activations:
         )
 
     def collapsed(self) -> "Activations":
-        """Return activations that have ``totals`` as their only record."""
+        """Return the token counts with all records summed to one (``totals``)."""
         return Activations(layers=self.layers, tokens=(self.totals,))
 
     @classmethod
@@ -126,12 +126,12 @@ class PartialPlan:
     num_experts: int
     """Number of experts of each MoE layer that a window captures, on average over layers."""
     components: tuple[str, ...]
-    """Components that are copied from an earlier window if an expert is not chosen. All others are captured."""
+    """Components copied from an earlier window for experts that are not chosen. All other components are captured."""
     captured_bytes: int | None = None
     """Largest number of bytes that a window with ``num_experts`` captures on any rank; None in windows of earlier
     versions of the program."""
     num_persisted_experts: int | None = None
-    """Number of experts of each MoE layer whose state a file updates, compared with the previous file; None for all."""
+    """Number of experts of each MoE layer whose newer state is written to a window's file; None to write all."""
     sends_gradients: bool = False
     """Whether peers repeat updates of experts (``send_gradients`` of the policy). Then the buffer of a window has room
     for the gradients of all experts after its slice."""
@@ -258,8 +258,8 @@ class Piece(NamedTuple):
         return SCALE_BLOCK_ELEMENTS if self.component.endswith("_scales") else 1
 
     def in_batches(self, at_a_time: int) -> "Iterator[tuple[int, Piece]]":
-        """Cut the piece at the bounds of batches, which have ``at_a_time`` bytes of the slice each. Yield the index of
-        each batch and the part of the piece in it. ``at_a_time`` must be a multiple of the alignment of pieces."""
+        """Divide the slice into batches of ``at_a_time`` bytes, and cut the piece where batches end. Yield each part of
+        the piece with the index of its batch. ``at_a_time`` must be a multiple of the alignment of pieces."""
         # Pieces begin at aligned offsets, so no cut divides an element or a piece that has a single value.
         num_values = -(-(self.stop - self.start) // self.elements_per_value)
         item_bytes = max(1, self.num_bytes // num_values)

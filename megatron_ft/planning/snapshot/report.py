@@ -33,7 +33,7 @@ def estimate_demand(config: JobConfig, topology: Topology, tokenizer_vocab_size:
 
     A shard has the id of its operator, not the names of parameters. Every parameter is counted once. With the
     distributed optimizer, a rank captures its part of each gradient bucket, in the order of Megatron's buffers; buckets
-    are assumed to end only with an operator. Other optimizers split operators evenly over the ranks that have them.
+    are assumed to end where operators end. Other optimizers split operators evenly over the ranks that have them.
     Experts in replica slots are split over all ranks of the stage, and a tied embedding over the first and last stage.
     """
     operators = operators_of(config.model, tokenizer_vocab_size)
@@ -225,7 +225,7 @@ class SnapshotReport:
     """Number of experts of each layer whose state a window's file updates, compared with the previous file. None if all
     experts of the window are written, or if no window is written during training."""
     stored_bytes: int | None = None
-    """Largest number of bytes that any rank writes for a window with ``stored_experts``; None without this value."""
+    """Largest number of bytes that any rank writes for a window's file; None if ``stored_experts`` is None."""
     update_loss: str = ""
     """Text that states a bound of the updates that a recovery from a window loses; empty if it loses none."""
 

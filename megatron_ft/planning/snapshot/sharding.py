@@ -38,7 +38,7 @@ class ModuleSharding:
 
     def baseline(self, saved: Mask) -> Matrix:
         """Return the bytes of each rank if rank 0 saves all modules outside experts, and the first expert-parallel
-        group all experts (figure 7a).
+        group saves all experts (figure 7a).
 
         Args:
             saved: experts that are saved, ``[MoE layers, experts]``.

@@ -105,7 +105,7 @@ def _least_peak_bytes(table: UnitBytes, num_slices: int) -> int:
 
 
 def _num_parts(table: UnitBytes, rounding_bytes: Matrix, budget_bytes: int, max_parts: int) -> list[int]:
-    """Return the number of equal parts of each unit. One part must fit into a slice that has all other units frozen.
+    """Return into how many equal parts each unit is split, so that one part fits into a slice with all compute weights.
 
     The size limit of a part is the budget minus the frozen bytes (compute weights of all units), but at least an eighth
     of the frozen bytes. With less room, training stalls anyway, and smaller parts would only make the window longer.
