@@ -36,9 +36,9 @@ class RoutingTrace:
     start: int
     """Index of the record that iteration 1 uses."""
     dropped_layers: int
-    """Number of recorded layers with loads that are not used, because the model has fewer MoE layers: the last ones."""
+    """Number of recorded layers (the last ones with loads) that are unused, because the model has fewer MoE layers."""
     dropped_experts: int
-    """Number of recorded experts per layer that are not used, because the model has fewer: the least loaded ones."""
+    """Number of recorded experts per layer (the least loaded ones) that are unused, because the model has fewer."""
 
     @classmethod
     def of(cls, model: ModelConfig, recorded: ExpertLoads) -> "RoutingTrace":

@@ -140,7 +140,7 @@ def _tensor_bytes(config: JobConfig) -> int:
 
 
 def num_entries(config: JobConfig, stage: int) -> int:
-    """Return the number of tensors that a rank of ``stage`` logs in one iteration. Padding microbatches count too."""
+    """Return the number of tensors that a rank of ``stage`` logs in one iteration, also for padding microbatches."""
     shape = pipeline_shape(config)
     return len(sends(shape, stage, "forward")) + len(sends(shape, stage, "backward"))
 

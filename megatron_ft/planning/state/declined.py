@@ -17,9 +17,9 @@ class MissingState:
     start: int
     stop: int
     iteration: int
-    """Iteration after which the state of the elements is needed."""
+    """The rank needs the values that the elements have after this iteration."""
     held_iterations: tuple[int, ...]
-    """Other iterations after which a rank or storage has elements of this tensor."""
+    """Other iterations whose values of this tensor, or of a part of it, are on a rank or on storage."""
 
     def __str__(self) -> str:
         held = f" (iterations held: {', '.join(map(str, self.held_iterations))})" if self.held_iterations else ""

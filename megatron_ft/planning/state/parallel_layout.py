@@ -91,7 +91,7 @@ class ParallelLayout:
         }
 
     def validate(self) -> None:
-        """Check that every group has TP * CP ranks, every stage the same number of lanes, and every rank one place.
+        """Check that groups have TP * CP ranks, that stages have equally many lanes, and that no rank occurs twice.
 
         Raises:
             ConfigError: one of these conditions is violated.

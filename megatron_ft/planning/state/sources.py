@@ -29,7 +29,7 @@ class Pieces:
     stop: Column
     iteration: Column
     medium: Column
-    """``Medium`` of the elements; -1 if no rank has them."""
+    """Kind of memory or storage (``Medium``) that contains the elements; -1 if none does."""
     senders: Column
     """Index in ``Matched.sets`` of the possible senders; -1 if the rank itself has the elements or no rank has them."""
 

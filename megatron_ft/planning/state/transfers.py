@@ -136,7 +136,7 @@ PIECES_PER_LIMIT = 4
 def _cut_and_stage(
     source: Column, target: Column, num_items: Column, item_bytes: Column, limit_bytes: int
 ) -> tuple[Rows, Column, Column, Column]:
-    """Cut transfers into pieces and assign a round to every piece, in the order of the transfers.
+    """Cut transfers into pieces of whole items (elements). Assign a round to each piece, in the order of the transfers.
 
     Args:
         source: sending rank of each transfer; bytes from ``STORAGE`` count only for the target.
