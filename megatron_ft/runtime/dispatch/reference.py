@@ -99,7 +99,7 @@ def _send_order(routing_map: torch.Tensor, outgoing: torch.Tensor, rank: int) ->
 
 
 def _receive_order(incoming: torch.Tensor) -> torch.Tensor:
-    """Return the received rows in the order (local expert, source rank, arrival), as indices [R] in order of arrival.
+    """Return the arrival indices [R] of the received rows, sorted by (local expert, source rank, arrival).
     ``incoming`` [L, N]: number of received rows for each local expert from each source rank."""
     num_local, num_ranks = incoming.shape
     experts = torch.arange(num_local, device=incoming.device).repeat(num_ranks)

@@ -34,7 +34,7 @@ _WAIT_SECONDS = 0.25
 """Longest time in seconds that ``release`` waits for threads which destroy groups. Most groups need less time."""
 
 _holders: list[list[dist.ProcessGroup]] = []
-"""Released process groups that are not destroyed yet, because other objects reference them; one group per list."""
+"""Lists with one released process group each, which is not destroyed yet, because other objects reference it."""
 _releasing: list[threading.Thread] = []
 
 

@@ -143,8 +143,8 @@ def _create(_: Any, rank: int, size: int, timeout: timedelta) -> Handle:
 
 @contextmanager
 def reusing(targets: Sequence[Handle]) -> Iterator[None]:
-    """Let torch use the handles ``targets``, in this order, for the groups of this process that the block creates.
-    As torch makes no new objects for them, references to the handles stay valid when this process gets another rank.
+    """Let torch use the handles ``targets``, in this order, as this process's groups that the ``with`` block creates.
+    torch then makes no new group objects, so references to the handles stay valid when this process gets another rank.
     torch must have forgotten these handles before. Each created group must have the size of its handle."""
     _reused.extend(targets)
     try:

@@ -158,8 +158,8 @@ class UpstreamLog:
             self._logged[vote.iteration].is_committed = True
 
     def trim(self, start_iteration: int) -> None:
-        """Discard iterations up to ``start_iteration``. Replays of snapshot windows that start at ``start_iteration``
-        or later do not need them."""
+        """Discard iterations up to ``start_iteration``. A replay does not need them if its snapshot window starts at
+        ``start_iteration`` or later."""
         # A window that starts at an iteration contains the state after it, so its replay begins with the next one.
         self._logged = {number: logged for number, logged in self._logged.items() if number > start_iteration}
         self._votes = {number: vote for number, vote in self._votes.items() if number > start_iteration}

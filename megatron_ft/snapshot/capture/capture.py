@@ -99,8 +99,8 @@ class _ThreadCopier:
         self._thread.start()
 
     def start(self, batch: CopyBatch, before: Action = _nothing, after: Action = _nothing) -> None:
-        """Start to copy and return at once. Only one batch may be in progress. ``before`` is called before the first
-        byte is copied and ``after`` when all bytes are copied; both may run in another thread."""
+        """Start to copy ``batch``; do not wait for it. Only one batch may be in progress. ``before`` is called before
+        the first byte is copied and ``after`` when all bytes are copied; both may run in another thread."""
         assert not self._under_way, "a batch is still being copied"
         self._batch, self._before, self._after, self._under_way = batch, before, after, True
         if self._gate is not None:

@@ -63,7 +63,7 @@ class IdleGate:
         """For each of the newest iterations: total seconds of its waits, and seconds from its last wait to its end."""
         self._idle_rate = self._busy_rate = 0.0
         self._new = CopyTimes()
-        """Copies that no copy rate (bytes per second) includes yet."""
+        """Bytes and durations of the copies that are not yet included in a copy rate (bytes per second)."""
         self.idle_seconds = 0.0
         """Seconds for which the rank waited for messages in the newest complete iteration; 0 without such waits."""
         self._update()
@@ -110,12 +110,12 @@ class IdleGate:
     # -- copies -------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Begin a batch of copies. It waits for bubbles until ``release`` is called or no more bubbles are expected."""
+        """Begin a batch, whose copies wait for bubbles until ``release`` is called or no more bubbles are expected."""
         self._is_free = False
         self._update()
 
     def release(self) -> None:
-        """Let the rest of the batch be copied now."""
+        """Let the rest of the batch be copied without waiting for bubbles."""
         self._is_free = True
         self._update()
 

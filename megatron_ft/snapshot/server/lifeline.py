@@ -70,7 +70,7 @@ class Lifeline:
 
     @property
     def initial_holder(self) -> object:
-        """The ``holder`` that represents the first agent. Pass it to ``release`` when standard input closes."""
+        """Object that stands for the first agent's connection. Pass it to ``release`` when standard input closes."""
         return self
 
     def seconds_left(self) -> float | None:
