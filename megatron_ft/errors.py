@@ -84,7 +84,7 @@ class ControlError(MegatronFtError):
 
 
 class RecoveryError(MegatronFtError):
-    """A failed recovery: the state before the failure could not be restored, or not with the same bits."""
+    """A failed recovery: the state before the failure could not be restored, or the restored state has other bits."""
 
     exit_code = 9
 

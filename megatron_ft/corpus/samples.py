@@ -100,12 +100,12 @@ class _SampleOrder:
 
     @cached_property
     def block_samples(self) -> int:
-        """Number of indices per block. It is so large that each block has a sample of every source."""
+        """Number of samples in each block of the order, large enough that a block has samples of every source."""
         smallest = min(_integer_weights(self.weights or self.num_samples))
         return max(MIN_BLOCK_SAMPLES, ceil(Fraction(self._bounds[-1], smallest)))
 
     def locate(self, index: int) -> Place:
-        """Return the place of the sample at ``index`` (0 or more) of the order."""
+        """Return source, epoch and index in the source of the sample with number ``index`` (from 0) in the order."""
         if index < 0:
             raise ValueError(f"sample index {index}: must not be negative")
         source, rank = (0, index) if len(self.num_samples) == 1 else self._deal(index)
@@ -114,8 +114,8 @@ class _SampleOrder:
         return Place(source, epoch, _permute(position, self.num_samples[source], key))
 
     def _deal(self, index: int) -> tuple[int, int]:
-        """Return the source of the sample at ``index``, and the sample's index among all samples of this source. The
-        second index starts at 0 and continues from epoch to epoch."""
+        """Return the source of the sample at ``index``, and the sample's number among all samples drawn from that
+        source. The number starts at 0 and continues from epoch to epoch."""
         # Blocks begin at fixed indices, so that a sample depends neither on the length of the run nor on other samples.
         block, offset = divmod(index, self.block_samples)
         position = _permute(offset, self.block_samples, f"{self.split}/{self.seed}/block {block}")
@@ -175,7 +175,7 @@ class SplitPlan:
     spans: tuple[Span, ...]
     order: _SampleOrder
     document_rules: tuple[str, ...] = ()
-    """Keys about document boundaries (``DOCUMENT_KEYS``) that are true, then ``eod=<id>``. Empty if none is true."""
+    """Keys in ``DOCUMENT_KEYS`` (document boundaries) that are true, then ``eod=<id>``. Empty if no key is true."""
 
     def fingerprint(self) -> str:
         """Return a hexadecimal digest of the split: its order of samples, the sizes of its sources, their first and
@@ -321,12 +321,12 @@ def _sample_order(config: DataConfig, split: str, found: Sequence[Span]) -> _Sam
 
 PROBE_WINDOWS = 64
 PROBE_WINDOW_TOKENS = 4096
-"""Number of tokens of one checked range of a ``.bin`` file. Token ids are checked in ``PROBE_WINDOWS`` ranges."""
+"""Number of tokens in each of the ``PROBE_WINDOWS`` ranges of a ``.bin`` file in which token ids are checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SourceSummary:
-    """Numbers of tokens and samples of a source in a split. None if the built-in corpus is not indexed yet."""
+    """Numbers of tokens and samples of a source in a split; both None for a built-in corpus that is not indexed yet."""
 
     split: str
     name: str

@@ -60,7 +60,7 @@ def _check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
 
 
 def _check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[tuple[str, str, str]]) -> None:
-    """Raise a DataError if the vocabulary lacks an entry that a merge (place in a file, left, right) needs."""
+    """Raise a DataError if the vocabulary lacks the left, right or joined entry of a merge (file line, left, right)."""
     for place, left, right in merges:
         for entry in (left, right, left + right):
             if entry not in vocabulary:
@@ -68,7 +68,7 @@ def _check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable
 
 
 def _read_merges(path: Path) -> list[tuple[str, str, str]]:
-    """Read a ``merges.txt`` of BPE. Return (place in the file, left entry, right entry) for each merge."""
+    """Read a ``merges.txt`` of BPE. Return (file line, left entry, right entry) for each merge."""
     merges = []
     # ``splitlines`` would also cut at characters that entries may contain, such as U+2028.
     for number, line in enumerate(_read_text(path).split("\n"), start=1):

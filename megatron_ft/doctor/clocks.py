@@ -75,7 +75,7 @@ class ClockFacts:
 
 
 def _both() -> tuple[float, float]:
-    """Read both clocks in quick succession, several times. Return the fastest pair of readings: monotonic, wall."""
+    """Read both clocks together, several times. Return the (monotonic, wall) times of the attempt that was fastest."""
     readings = []
     for _ in range(_READINGS):
         # An interruption between two readings looks like a step of one clock, so the fastest readings are used.

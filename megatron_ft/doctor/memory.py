@@ -48,7 +48,7 @@ class MemoryFacts:
     """Memory that can be allocated without swapping, as the kernel estimates it."""
     cgroup_limit_bytes: int | None
     cgroup_used_bytes: int
-    """Memory use of the cgroup with ``cgroup_limit_bytes``, without reclaimable memory; 0 if there is no limit."""
+    """Memory use of the cgroup whose limit is ``cgroup_limit_bytes``, except reclaimable memory; 0 without a limit."""
     limits: Mapping[str, tuple[int | None, int | None]]
     """Soft and hard limit of each resource: ``open_files``, ``file_size``, ``address_space``, ``data``, ``locked``."""
     shared_total_bytes: int | None
@@ -177,7 +177,7 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _raise(command: str, hard: int | None, needed: int | None) -> str:
-    """Return the advice to raise a limit with ``command``, and to have the hard limit raised first if necessary."""
+    """Return advice on raising a limit: run ``command``; if the hard limit is lower, ask the administrator first."""
     if hard is None or (needed is not None and needed <= hard):
         return f"run {command} in the shell or script that starts the job"
     return f"ask the administrator to raise the hard limit (/etc/security/limits.conf, slurmd), then run {command}"

@@ -34,7 +34,7 @@ class SoftwareFacts:
     torch_requires: tuple[str, ...] = ()
     """Requirements in the metadata of torch, e.g. ``nvidia-nccl-cu12==2.27.3; platform_system == "Linux"``."""
     has_transformer_engine_libraries: bool = False
-    """Whether the libraries of Transformer Engine are where its wheels, or builds from source, install them."""
+    """Whether Transformer Engine's libraries (``.so``) are in folders where wheels or source builds install them."""
     apex: str | None = None
     """Kind of the package ``apex``: ``nvidia`` (with CUDA extensions), ``other``, or None if it is not installed."""
 
