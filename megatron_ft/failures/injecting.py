@@ -117,7 +117,7 @@ class _Operator(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Injector:
-    """Injects faults into one running job, and records each fault. A record contains the arguments ``about``, too."""
+    """Injects faults into one running job, and records each with the keyword arguments ``about`` of its call."""
 
     run_dir: Path
     ranks_per_node: int
@@ -235,7 +235,7 @@ class Injector:
             self.pause(_PAUSE_SECONDS)
 
     def replay(self, schedule: FailureSchedule, *, until: Callable[[], bool] | None = None) -> list[str]:
-        """Inject the events of ``schedule``, whose time begins now, and wait for its end. Lost nodes are killed.
+        """Kill and start nodes as ``schedule`` demands. The schedule begins now; return when its duration has passed.
 
         Args:
             until: ends the replay when it returns true, e.g. because the job has ended.
@@ -246,7 +246,7 @@ class Injector:
         began, problems = self.clock(), []
 
         def wait_until(seconds: float) -> bool:
-            """Wait until ``seconds`` after the schedule's begin. Return False if ``until`` ended the replay."""
+            """Wait until ``seconds`` of the schedule have passed. Return False if ``until`` ended the replay."""
             while (left := began + seconds - self.clock()) > 0:
                 if until is not None and until():
                     return False

@@ -34,7 +34,7 @@ class FailureSchedule:
     events: tuple[MembershipEvent, ...]
     """Events in ascending order of time. All events are before ``duration_seconds``."""
     num_ignored_arrivals: int = 0
-    """Number of nodes that the source added while no node number was free. The schedule leaves them out."""
+    """Number of nodes' arrivals in the source (a trace) that the schedule omits, because no node number was free."""
 
     def validate(self) -> None:
         """Check that event times ascend, that lost nodes were present, and that joining nodes were absent.

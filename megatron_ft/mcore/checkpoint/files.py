@@ -184,10 +184,9 @@ class CheckpointFinder:
             return Manifest.verified(directory, part=part, num_parts=num_parts)
 
     def check(self, directory: Path, *, trust: bool) -> Manifest | None:
-        """Return the manifest of ``directory``, and verify the files. If the last call of ``newest`` or ``verify`` has
-        verified them, the first ``check`` afterwards does not verify them again. With ``trust``, return None for a
-        directory without a manifest, and verify nothing. Raise CheckpointError for damaged files, or for a missing
-        manifest if ``trust`` is false."""
+        """Verify the files of ``directory``, and return its manifest. If the last call of ``newest`` or ``verify`` has
+        verified ``directory``, the next ``check`` does not verify it again. If there is no manifest, verify nothing:
+        with ``trust``, return None; otherwise raise CheckpointError. Damaged files raise CheckpointError, too."""
         if not checkpoints.has_manifest(directory, trust=trust):
             return None
         # Use an earlier verification only once, because the files may change later.
@@ -222,7 +221,7 @@ class PlannedWrite:
 
 
 class SavedTensors(NamedTuple):
-    """Identifies the tensors of this rank that a save writes. A later save checks whether they are still the same."""
+    """Names and addresses of this rank's tensors in a save. A later save with the same ones can reuse its plan."""
 
     names: tuple[str, ...]
     """Names of the parameters with layer numbers and expert ids that are unique in the whole model."""
@@ -308,8 +307,8 @@ class Planner:
         """Plan the save of ``shards`` into ``directory``, and copy this rank's tensors. All ranks must call this.
 
         Args:
-            tensors: names and addresses of this rank's parameters, buffers and optimizer state. Tensors in ``shards``
-                with other addresses are copies by Megatron, with which later saves cannot use the plan again.
+            tensors: names and addresses of this rank's parameters, buffers and optimizer state. If tensors in
+                ``shards`` have other addresses, Megatron has copied them, and later saves cannot reuse this plan.
         """
         leaves = [leaf for leaf in nested_values(shards) if isinstance(leaf, ShardedTensor) and leaf.data is not None]
         self._sources = {(leaf.key, tuple(leaf.global_offset)): leaf.data for leaf in leaves}
@@ -369,7 +368,7 @@ class Planner:
 
 
 def _renewed(item: Any, data: Any, own: ShardedObject) -> Any:
-    """Return ``own``, serialized again, if ``item`` is this rank's own state. Otherwise return ``data``."""
+    """Return what a repeated save writes: ``own``, serialized now, for this rank's own state, otherwise ``data``."""
     if not item.index.fqn.startswith(f"{RANK_STATE_KEY}/"):
         return data
     content = io.BytesIO()
