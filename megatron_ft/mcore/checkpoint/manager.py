@@ -155,7 +155,7 @@ class CheckpointManager:
         self._pending: _Pending | None = None
         self._copier: Copier | None = None
         self._before_update: list[Callable[[], None]] = []
-        """List of functions that the engine calls before an update. The newest save has added ``settle`` to it."""
+        """Functions that the engine calls before an update. A save adds ``settle``, which waits for its copies."""
         self._cleaning: FileSystemJob | None = None
         self._resumed_from: str | None = None
         self._finder = CheckpointFinder(
@@ -444,8 +444,8 @@ class CheckpointManager:
             checkpoints.delete(self.folder / name)
 
     def _in_use(self, complete: list[str]) -> tuple[str, ...]:
-        """Return the name of the checkpoint from which this run resumed, if this checkpoint is one of the last two in
-        ``complete``. Otherwise return an empty tuple. ``complete`` lists complete checkpoints, oldest first."""
+        """Return (name of the checkpoint from which this run resumed,) if this checkpoint is one of the last two in
+        ``complete``, otherwise an empty tuple. ``complete`` lists the names of complete checkpoints, oldest first."""
         # This run has read this checkpoint, but no later one. If a later one is damaged, a restart needs this one.
         return tuple(name for name in complete[-2:] if name == self._resumed_from)
 

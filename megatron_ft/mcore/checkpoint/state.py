@@ -56,8 +56,8 @@ class DenseState:
 
     def build_shards(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
         """Build Megatron's sharded state dicts of model and optimizer, with the keys ``model`` and ``optimizer``. With
-        several model chunks, the keys are ``model0``, ``model1`` and so on. With ``is_loading``, a load will fill the
-        shards, so those of the optimizer may contain no tensors."""
+        several model chunks, the keys are ``model0``, ``model1`` and so on. With ``is_loading``, the shards are
+        the targets of a load, and those of the optimizer may contain no tensors."""
         model = {
             f"model{index}" if len(self.model_chunks) > 1 else "model": unwrap(chunk).sharded_state_dict(
                 metadata=metadata
@@ -181,9 +181,9 @@ def other_shape(frame: dict[str, Any], directory: Path) -> str | None:
 
 
 def leave_histories(shards: dict[str, Any], directory: Path) -> None:
-    """Remove histories of delayed scaling (FP8) from ``shards``, Megatron's description of a model chunk, if the
-    checkpoint lacks them or has them in another shape, for example because a user has changed the FP8 recipe, or
-    because it contains only weights. The model then starts with empty histories."""
+    """Remove histories of delayed scaling (FP8) from ``shards``, Megatron's description of a model chunk, unless the
+    checkpoint has them in the same shape. A checkpoint of only weights has none, and a changed FP8 recipe can change
+    their shape. The model then starts with empty histories."""
     histories = [name for name in shards if name.endswith(AMAX_HISTORY)]
     stored = load_metadata(directory).state_dict_metadata if histories else {}
     for name in histories:

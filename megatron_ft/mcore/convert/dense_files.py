@@ -57,7 +57,7 @@ _MOST_STACKED = 1 << 20
 """Largest allowed number of weights (layers times experts) in one stacked tensor."""
 EMBEDDING, ROUTER = "embedding.word_embeddings.weight", ".mlp.router.weight"
 WEIGHTS_ONLY = "weights"
-"""Name of a group of settings. A manifest has this group only if its checkpoint contains only weights."""
+"""Key of a group of settings in a manifest. Only checkpoints that contain nothing but weights have this group."""
 
 
 @dataclass(kw_only=True)
@@ -376,9 +376,9 @@ class WeightsWriter:
     most_file_bytes: int
     """Size in bytes at which a file ends and a new file begins."""
     record: ConversionRecord | None = None
-    """Record of complete files, with which a later call can continue an interrupted conversion; None if it cannot."""
+    """Record of complete files, with which a later call can continue this conversion; None without such a record."""
     files: list[WrittenFile] = field(default_factory=list, init=False)
-    """Complete files of this conversion, including those from before an interruption."""
+    """Complete files of this conversion, including files that an interrupted call has written."""
 
     def __post_init__(self) -> None:
         if self.record is not None:

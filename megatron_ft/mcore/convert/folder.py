@@ -177,7 +177,7 @@ class FolderPlan:
         return plan
 
     def validate(self) -> None:
-        """Assert that each tensor is in one file."""
+        """Assert that the plan has tensors, each in only one file."""
         names = [name for file in self.files for name, _ in file.tensors]
         assert names and len(names) == len(set(names)), "a tensor is planned twice, or there is none"
 

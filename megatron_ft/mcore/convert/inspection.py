@@ -132,7 +132,7 @@ class WindowSource:
 
     @property
     def leaves_out_experts(self) -> bool:
-        """Return whether the window has not captured all experts, but has copies of some from earlier windows."""
+        """Return whether some experts in the window were not captured for it, but copied from earlier windows."""
         return any(window.leaves_out_experts for window in self.windows)
 
     def _take(self, rank: int, index: int, part: Slice, *, with_optimizer: bool) -> None:

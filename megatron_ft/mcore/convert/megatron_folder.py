@@ -22,7 +22,7 @@ from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
 from megatron_ft.snapshot.storage.manifest import Manifest
 
 _WEIGHTS_METADATA = {"singleton_local_shards": True, "non_homogeneous_layers": True}
-"""Describes how tensors are stored. Megatron-LM needs this entry, and checkpoints of only weights do not have it."""
+"""Entry of ``common.pt`` that Megatron-LM needs (how tensors are stored), but checkpoints of only weights lack."""
 
 
 def export_to_megatron(checkpoint: Path, out: Path, *, progress: Callable[[str], None] = print) -> Path:

@@ -118,7 +118,7 @@ def chunks_of(values: Values) -> Iterator[memoryview]:
 
 class VerifiedFiles:
     """Writes and verifies the files of a folder, one after the other. A thread flushes each file, reads it again, and
-    gives it its final name if the content is correct. Meanwhile, the caller can write the next file, but no other.
+    gives it its final name if the content is correct. Meanwhile, the caller can write one further file.
 
     This class is a context manager. The end of its ``with`` block waits for the thread. The thread calls ``completed``
     for each file that has its final name.

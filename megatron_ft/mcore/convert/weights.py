@@ -25,7 +25,7 @@ from megatron_ft.snapshot.storage.run_settings import other_model
 MOST_FILE_BYTES = 5_000_000_000
 """Default limit for the size of a file in bytes, as in Hugging Face folders."""
 _SUM_TOLERANCE = 1e-6
-"""The sum of a mean's factors may differ from 1 by at most this value, because users write rounded decimals."""
+"""Largest accepted difference between 1 and the sum of a mean's factors, because users write rounded decimals."""
 _PROGRESS_TENSORS = 100
 _PARTIAL = "weights"
 Tensors = Iterator[tuple[str, Values]]

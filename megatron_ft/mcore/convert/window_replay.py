@@ -45,8 +45,8 @@ from megatron_ft.snapshot.window import Window
 
 _CHUNK_BYTES = 4 << 20
 _ADVICE = "To continue this run"
-"""Beginning of the advice at the end of a failed job's output: how to continue the job's run. ``replay_window`` removes
-the job's run folder, so it does not show this advice."""
+"""First words of the advice with which the output of a failed job ends: how to continue its run. ``replay_window`` does
+not show this advice, because it removes the folder of that run."""
 Compose = Callable[[list[str]], JobConfig]
 
 
@@ -72,7 +72,7 @@ class _Found:
         return elements * (12 + item_bytes)  # master weights and two moments in FP32
 
     def leaves_out(self) -> bool:
-        """Return whether the window has not captured all experts, but has copies of some from earlier windows."""
+        """Return whether some experts in the window were not captured for it, but copied from earlier windows."""
         return any(window.leaves_out_experts for window in self.windows)
 
 
