@@ -309,8 +309,8 @@ class Groups:
         )
 
     def move(self, parallel: ParallelConfig, *, rank: int, world_size: int, timeout_seconds: float) -> "Groups":
-        """Create the process groups of another rank, ``rank``. Reuse the handles of these groups, which must not be
-        connected, so that a model that was built with the handles becomes the model of ``rank``. This model must
+        """Create the process groups of another rank, ``rank``. They reuse the handles of these groups, which must not
+        be connected. A model that was built with these handles thereby becomes the model of ``rank``, so it must
         have the layers, the tensor-parallel part and the experts of ``rank``."""
         # The order of the handles fits: ranks with the same model part create the same kinds of groups in this order.
         _forget_groups()

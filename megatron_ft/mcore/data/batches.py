@@ -17,7 +17,7 @@ from megatron_ft.config.job import DataConfig, TrainingConfig
 from megatron_ft.planning.iteration import BatchPlan
 
 _COUNTED = 3
-"""Index of the loss mask (``DocumentRules.counted``) in the tensor of a packed microbatch."""
+"""Index of the loss mask (``DocumentRules.counted``) in the first dimension of a microbatch packed in one tensor."""
 
 
 class Samples(Protocol):

@@ -68,7 +68,7 @@ class Samples:
         return sum(span.num_tokens for span in self.plan.spans)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of this split. Two splits with the same fingerprint have the same samples."""
+        """Return the digest by which ranks and jobs find out whether their data differ (``SplitPlan.fingerprint``)."""
         return self.plan.fingerprint()
 
     def _read(self, source: int, start: int, count: int) -> np.ndarray:

@@ -107,8 +107,8 @@ class _LayerHistory:
             found.scalers = self._scalers(number)
 
     def begin(self) -> None:
-        """Begin an iteration or an evaluation: compute the scales. If this rank has other experts than before,
-        set the scalers of their linear layers."""
+        """Compute the scales for an iteration or evaluation that begins. If this rank has other experts than before,
+        let the new experts' linear layers use the histories of these experts."""
         self.amax.begin()
         if self._mixture is None or self._places == self._mixture.local_expert_indices:
             return
@@ -136,13 +136,13 @@ class DelayedScaling:
         self._layers = list(_histories(model_chunks))
 
     def begin(self) -> None:
-        """Begin an iteration or an evaluation: compute scales, and discard magnitudes of an unfinished iteration."""
+        """Begin an iteration or an evaluation: compute scales, and discard the amax of an unfinished iteration."""
         for layer in self._layers:
             layer.begin()
 
     def combine(self, group: dist.ProcessGroup) -> None:
-        """Take the maximum of the iteration's magnitudes over ``group``, the ranks of this pipeline stage. Call this
-        before the vote: after the vote, survivors may have to finish the iteration without lost ranks."""
+        """Replace this iteration's amax (largest magnitudes) by their maxima over ``group``, the ranks of this pipeline
+        stage. Call this before the vote: after it, survivors may have to finish the iteration without lost ranks."""
         if not self._layers:
             return
         newest = [layer.amax.newest for layer in self._layers]
@@ -152,7 +152,7 @@ class DelayedScaling:
             found.copy_(part.view_as(found))
 
     def advance(self) -> None:
-        """Add the magnitudes of a committed iteration to the histories."""
+        """Add this iteration's amax (largest magnitudes) to the histories, after the iteration was committed."""
         for layer in self._layers:
             layer.amax.advance()
 
