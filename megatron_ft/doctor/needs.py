@@ -53,7 +53,7 @@ class JobNeeds:
     device_bytes: int = 0
     """Device memory of the rank with the largest need."""
     gpu_memory_bytes: int | None = None
-    """Value of ``limits.gpu_memory_bytes``, with which the plan was already compared on ``cuda``; None if not set."""
+    """Value of ``limits.gpu_memory_bytes`` (None if not set), with which the plan was already compared on ``cuda``."""
     other_device: str = ""
     """Text about ranks on other machines that may train on another device; empty if all ranks train on ``device``."""
     is_refused_there: bool = False

@@ -368,7 +368,7 @@ class Planner:
 
 
 def _renewed(item: Any, data: Any, own: ShardedObject) -> Any:
-    """Return what a repeated save writes: ``own``, serialized now, for this rank's own state, otherwise ``data``."""
+    """Return what a repeated save writes for ``item``: ``own`` as bytes for this rank's state, otherwise ``data``."""
     if not item.index.fqn.startswith(f"{RANK_STATE_KEY}/"):
         return data
     content = io.BytesIO()

@@ -108,7 +108,7 @@ class _LayerHistory:
 
     def begin(self) -> None:
         """Compute the scales for an iteration or evaluation that begins. If this rank has other experts than before,
-        let the new experts' linear layers use the histories of these experts."""
+        let the new experts' linear layers use the history entries of these experts."""
         self.amax.begin()
         if self._mixture is None or self._places == self._mixture.local_expert_indices:
             return
