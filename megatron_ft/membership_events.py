@@ -131,8 +131,8 @@ class PartBuilt(Record):
     stage: int
     """Pipeline stage whose model was built, counted from 0."""
     places: tuple[int, ...]
-    """Layout positions of the nodes that use this model. The rank needs the model if its node replaces one of these
-    nodes."""
+    """Positions, in the parallel layout, of the nodes that use this model. The rank needs the model if its node
+    replaces the node at one of these positions."""
     state_bytes: int
     """Bytes that were allocated for weights, gradients, master weights and optimizer moments."""
     seconds: float

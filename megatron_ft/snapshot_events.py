@@ -162,8 +162,8 @@ class ExpertUpdatesLost(Record):
     lost_share: float
     """Tokens whose updates were lost so far, as a share of the whole training's tokens; mean over MoE layers (PLT)."""
     momentary_lost_tokens: float
-    """Momentary lost tokens (MLT) of this recovery: for each MoE layer, its lost tokens divided by its tokens processed
-    so far; summed over the layers. It can exceed 1."""
+    """Momentary lost tokens (MLT) of this recovery: the sum over all MoE layers of the layer's lost tokens divided by
+    the tokens that the layer has processed so far. It can exceed 1."""
 
     def describe(self) -> Note:
         lost = f"updates of {self.num_tokens} tokens are lost; lost so far: {self.lost_share:.2%} of the whole training"

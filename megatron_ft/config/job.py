@@ -386,7 +386,7 @@ class DetectorConfig:
     is at least ``detector.min_hang_seconds``. It is used if it is shorter than ``detector.hang_seconds``, but not
     during the first iterations of a membership, evaluations and saves. null: only ``detector.hang_seconds``."""
     min_hang_seconds: float = 30.0
-    """Smallest value of the limit that follows from ``detector.hang_iterations``."""
+    """Smallest time limit that ``detector.hang_iterations`` can give; shorter limits are raised to this value."""
 
 
 @dataclass
@@ -445,8 +445,8 @@ class UpstreamLogConfig:
     """Log of activations and gradients sent between pipeline stages, used with ``recovery.keep_layout``."""
 
     commit_lag_iterations: int = 4
-    """Largest expected number of iterations from the last slice of a window to its commit. The log has space for two
-    windows and twice this number of iterations."""
+    """Largest expected number of iterations from the last slice of a window to the commit of this window. The log has
+    space for two windows and twice this number of iterations."""
     memory_limit_bytes: int | None = None
     """Largest memory that the logs of one node may use, checked before memory is allocated. null sets no limit."""
 

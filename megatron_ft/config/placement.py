@@ -19,7 +19,7 @@ class PlacementConfig:
     num_slots_per_rank: int | None = None
     """Number of replica slots of each rank in each layer. null: just enough slots for ``placement.min_replicas``
     replicas of every expert. If the memory limit of the device is set (``limits.gpu_memory_bytes``, on CPU
-    ``limits.host_memory_bytes``), as many more slots as fit are added, up to 1.5 times that number in total."""
+    ``limits.host_memory_bytes``), further slots that fit are added, up to 1.5 times the smallest sufficient number."""
     min_replicas: int = 2
     """Smallest number of replicas of each expert (f), on different failure domains. Must not exceed the number of
     failure domains of a pipeline stage. If there are too few slots, the number is lowered, and a note is printed."""

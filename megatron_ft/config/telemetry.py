@@ -53,7 +53,8 @@ class TelemetryConfig:
     alert_stall_share: float | None = 0.05
     """Alert if training waited for captures during more than this share of the last five windows. null: no alert."""
     alert_windows_behind: float | None = 3.0
-    """Alert if more than this number of window intervals have passed since a window was committed. null: no alert."""
+    """Alert if no window was committed for more iterations than this number times the iterations from the start of one
+    window to the start of the next. null: no alert."""
     alert_free_disk_share: float | None = 0.05
     """Alert if less than this share of the run folder's file system is free. null: no alert."""
     alert_slowest_rank_over_median: float | None = 2.0
