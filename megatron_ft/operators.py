@@ -52,8 +52,7 @@ def moe_layers(model: ModelConfig) -> tuple[int, ...]:
 
 
 def padded_vocab_size(model: ModelConfig, tokenizer_vocab_size: int | None = None) -> int:
-    """Return the number of rows of the embedding: the vocabulary size rounded up to
-    ``make_vocab_size_divisible_by``."""
+    """Return the number of embedding rows: the vocabulary size rounded up to ``make_vocab_size_divisible_by``."""
     size = model.vocab_size if model.vocab_size is not None else tokenizer_vocab_size
     assert size is not None, "model.vocab_size is null and no tokenizer was given"
     # Independent of TP, unlike Megatron's own padding, so that checkpoints fit every layout.
@@ -151,8 +150,7 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
 
 
 def _latent_attention(model: ModelConfig) -> tuple[int, int]:
-    """Return how many parameters of multi-head latent attention are split over TP ranks, and how many every TP rank
-    has."""
+    """Return how many parameters of multi-head latent attention TP ranks share out, and how many every rank has."""
     hidden, heads, query_width = model.hidden_size, model.num_attention_heads, model.qk_head_dim
     query_width += model.qk_pos_emb_head_dim
     split = (model.q_lora_rank or hidden) * heads * query_width

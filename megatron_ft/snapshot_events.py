@@ -157,8 +157,7 @@ class ExpertUpdatesLost(Record):
     """Part of ``num_tokens`` that was lost by experts whose state was read from storage. All other tokens were lost by
     experts whose state was in memory."""
     num_memory_experts: int = 0
-    """If the recovery used a window on storage: number of experts, over all layers, whose state still came from
-    memory."""
+    """Number of experts, over all layers, whose state came from memory although a window on storage was used."""
     lost_share: float
     """Tokens whose updates were lost so far, as a share of the whole training's tokens; mean over MoE layers (PLT)."""
     momentary_lost_tokens: float

@@ -89,8 +89,7 @@ class JobIdentity:
     allow_change: tuple[str, ...] = ()
     """Keys whose values may differ between this job and the saved state (``run.allow_change``)."""
     takes_format_1: bool = False
-    """Whether this run may have written checkpoints and windows of format 1, because it began before runs had a
-    ``run_id``."""
+    """Whether the run may have checkpoints and windows of format 1, as it began before runs had a ``run_id``."""
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
         """Compare the run that wrote a checkpoint or window with this run. Return None if they are one run. Otherwise

@@ -117,7 +117,7 @@ class MembershipConfig(JobConfig):
     """Configuration of a job, adapted to one membership, in which nodes can have different numbers of ranks."""
 
     places: tuple[int, ...] = ()
-    """For each rank, the index of its node in ``member_domains``. The property ``rank_places`` returns this value."""
+    """Index of each rank's node in ``member_domains``. The property ``rank_places`` returns this value."""
 
     @property
     def rank_places(self) -> tuple[int, ...]:
@@ -190,8 +190,8 @@ def fewest_domains(config: JobConfig) -> int:
 
 
 def derive_placement(config: JobConfig) -> JobConfig:
-    """If ``placement.algorithm`` is given, return ``config`` with the expert-parallel size and the number of replica
-    slots per rank that the job uses. Otherwise return ``config`` unchanged.
+    """Return ``config`` with the expert-parallel size and the number of replica slots per rank that the job uses, if
+    ``placement.algorithm`` is given. Otherwise return ``config`` unchanged.
 
     With replica slots, all ranks of a pipeline stage form one expert-parallel group and have the same number of slots.
     By default, a stage has just enough slots for ``placement.min_replicas`` replicas of every expert.

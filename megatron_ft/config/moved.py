@@ -1,5 +1,4 @@
-"""Keys that were moved to other groups. Command lines with the old names are refused; recorded files with the old names
-can be read."""
+"""Keys that were moved to other groups. Command lines with old names are refused; files with old names can be read."""
 
 from typing import Any
 

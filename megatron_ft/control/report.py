@@ -29,7 +29,7 @@ class JobResult:
     reason: str
     first_failure: Failure | None
     details: dict[int, Message] = field(default_factory=dict)
-    """What is known about the end of each rank, by the number with which it was started: ``number`` (in the
+    """Known facts about the end of each rank, by the number with which it was started: ``number`` (in the
     membership), ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``."""
     survived: tuple[str, ...] = ()
     """Reason for the end of each earlier generation."""

@@ -92,8 +92,7 @@ def byte_letters() -> list[str]:
 
 
 def _check_byte_letters(path: Path, vocabulary: dict[str, int]) -> None:
-    """Raise a DataError if a byte has no entry in the vocabulary of a byte-level BPE. The tokenizer would drop such a
-    byte."""
+    """Raise a DataError if a byte-level BPE's vocabulary lacks a byte. The tokenizer would drop this byte."""
     for byte, letter in enumerate(byte_letters()):
         if letter not in vocabulary:
             raise DataError(f"{path}: has no entry {letter!r}, which represents byte {byte}")

@@ -57,8 +57,7 @@ class ClockFacts:
 
     @classmethod
     def observe(cls) -> "ClockFacts":
-        """Observe both clocks for ``OBSERVED_SECONDS``, and ask the time service whether the wall clock is
-        synchronized."""
+        """Observe both clocks for ``OBSERVED_SECONDS``. Ask the time service if the wall clock is synchronized."""
         begin, wall = _both()
         # The time service is asked during the observation.
         is_synchronized, source = _ask_time_service()

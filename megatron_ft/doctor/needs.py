@@ -16,7 +16,7 @@ from megatron_ft.planning.snapshot.memory import NUM_OWN_BUFFERS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNeeds:
-    """What a job needs on one machine (memory, disk, ports, software). Checks compare it with what the machine has.
+    """Needs of a job on one machine (memory, disk, ports, software). Checks compare them with what the machine has.
     ``dry_run`` prints the same sizes."""
 
     mode: str

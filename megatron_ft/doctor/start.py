@@ -50,8 +50,7 @@ def check_gpus(config: JobConfig, facts: DeviceFacts) -> None:
 
 
 def check_this_machine(config: JobConfig, found: Findings) -> None:
-    """Check whether this machine can start ranks: its software, addresses, sockets and the run's folder. Add errors to
-    ``found``."""
+    """Check whether this machine can start ranks: software, addresses, sockets, run folder. Add errors to ``found``."""
     with found.collecting():
         _check_transformer_engine(config)
     for key, (value, missing) in _missing_compilers(config, config.training.device).items():

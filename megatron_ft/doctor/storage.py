@@ -1,5 +1,4 @@
-"""Checks of the run folder's file system: whether files can be written, locked and synced, the duration of a sync, and
-the free space."""
+"""Checks of the run folder's file system: writing, locking and syncing files, sync time, and the free space."""
 
 import fcntl
 import os

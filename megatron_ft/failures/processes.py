@@ -29,8 +29,7 @@ class HeldProcess:
     _descriptor: int
 
     def send(self, number: signal.Signals) -> bool:
-        """Send the process a signal. Return False if the process has ended. Raise a PermissionError if it belongs to
-        another user."""
+        """Send the process a signal. Return False if it has ended. Raise PermissionError if it is of another user."""
         try:
             signal.pidfd_send_signal(self._descriptor, number)
         except ProcessLookupError:

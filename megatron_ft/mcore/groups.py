@@ -318,8 +318,7 @@ class Groups:
             return Groups.form_offline(parallel, rank=rank, world_size=world_size, timeout_seconds=timeout_seconds)
 
     def put_away(self) -> "GroupsPutAway":
-        """Remove these groups from torch and Megatron, so that other groups can be created. These groups must not be
-        connected."""
+        """Remove these groups from torch and Megatron, so that others can be created. They must not be connected."""
         variables = {name: value for name, value in vars(parallel_state).items() if _is_state(name, value)}
         found = GroupsPutAway(self, put_away(), variables)
         _forget_groups()

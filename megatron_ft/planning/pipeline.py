@@ -103,8 +103,7 @@ class PipelineShape:
 
 @cache
 def order(shape: PipelineShape, stage: int) -> tuple[Pass, ...]:
-    """Return the passes of one iteration in the order in which a stage computes them: warm-up, steady state,
-    cool-down."""
+    """Return an iteration's passes in the order in which a stage computes them: warm-up, steady state, cool-down."""
     shape.validate()
     assert 0 <= stage < shape.num_stages, f"stage {stage} is not in a pipeline of {shape.num_stages} stages"
     forward, backward = _forward_passes(shape), _backward_passes(shape)

@@ -116,7 +116,7 @@ class Update:
         return frozenset(index for pieces in self.pieces(part) for index in pieces.values())
 
     def pieces(self, part: "Slice") -> list[dict[str, int]]:
-        """For each gradient, return the pieces of ``part`` that it updates, as {component: index of the piece}."""
+        """Return the pieces of ``part`` that each gradient updates, as {component: index of the piece}."""
         found: dict[tuple[str, int, int, int], dict[str, int]] = {}
         for index, piece in enumerate(part.pieces):
             if piece.component in UPDATED_COMPONENTS:

@@ -50,8 +50,7 @@ class Goodput:
     skipped_seconds: float
     """Time of iterations that the commit vote rejected."""
     recovery_seconds: float
-    """Time from the last reported iteration before a failure or a change of membership to the start of the next
-    iteration."""
+    """Time from the last report before a failure or a change of membership to the start of the next iteration."""
     between_jobs_seconds: float
     """Time from the last record of each job to the first record of the run's next job."""
     other_seconds: float
@@ -67,8 +66,7 @@ class Goodput:
 
     @property
     def ettr(self) -> float | None:
-        """Return the effective training time ratio, which is useful time divided by wall time, or None if no time has
-        passed."""
+        """Return the effective training time ratio, useful time divided by wall time; None if no time has passed."""
         return self.useful_seconds / self.wall_seconds if self.wall_seconds > 0 else None
 
     @property

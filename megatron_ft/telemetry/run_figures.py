@@ -66,8 +66,7 @@ class RunFigures:
                 self._lasting["upstream_log/node_bytes"] = record.node_bytes
 
     def hand_out(self) -> dict[str, float]:
-        """Return all current figures by name. Only the first call after a recovery also returns the duration of this
-        recovery."""
+        """Return all figures by name. Only the first call after a recovery also returns the time of the recovery."""
         found, recovered, self._recovered = self.goodput, self._recovered, {}
         goodput = {
             "goodput/ettr": found.ettr,

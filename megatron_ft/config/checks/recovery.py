@@ -285,8 +285,8 @@ def _check_replays_exactly(config: JobConfig) -> None:
 
 
 def _check_partial(config: JobConfig) -> None:
-    """If windows (snapshots) leave out experts, check that all other keys allow this. For example, a pipeline stage
-    that replays alone needs all of its experts.
+    """Check that all other keys allow windows (snapshots) to leave out experts, if they do. For example, a pipeline
+    stage that replays alone needs all of its experts.
 
     Raises:
         ConfigError: a rule is violated, or the policy cannot be built.

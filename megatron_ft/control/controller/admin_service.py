@@ -11,7 +11,7 @@ from megatron_ft.framing import Message
 
 
 class AdminService:
-    """Methods that the controller serves to administrators. They run in gRPC's threads, so they only read the state or
+    """Methods that the controller serves to administrators. They run in gRPC's threads, and only read the state or
     post events."""
 
     def __init__(

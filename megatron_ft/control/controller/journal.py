@@ -180,8 +180,7 @@ class Journal:
             self.append({"format": FORMAT})
 
     def first(self, name: str, value: float) -> float:
-        """Return the value of ``name`` in the journal. If there is none yet, write ``value`` to the journal and return
-        ``value``."""
+        """Return the value of ``name`` in the journal. If there is none, write and return ``value``."""
         for entry in self.entries:
             if name in entry:
                 return float(entry[name])

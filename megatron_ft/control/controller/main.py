@@ -81,8 +81,7 @@ _MAX_BYTES = 20
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """Exclusive right of one controller to control a run. It is a file lock, which ends with the process or with
-    ``release``."""
+    """Exclusive right of one controller to control a run: a file lock, until the process ends or calls ``release``."""
 
     epoch: int
     """Number of this controller, counted from 1 over all controllers of the run."""

@@ -22,8 +22,7 @@ from megatron_ft.serde import encode
 
 
 class Origin(NamedTuple):
-    """Identity of an item that an agent delivered: the node, the session of the agent, and the item's index in this
-    session."""
+    """Identity of an item that an agent delivered: node, session of the agent, and index in this session."""
 
     node: int
     session: int
@@ -252,8 +251,7 @@ Layouts = Mapping[int, MembershipLayout]
 
 
 class ControllerServer:
-    """Receives calls in gRPC's threads, queues the content of the calls for the controller's thread, and gives agents
-    their orders."""
+    """Receives calls in gRPC's threads, queues them for the controller's thread, and gives agents their orders."""
 
     def __init__(
         self,

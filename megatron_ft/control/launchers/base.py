@@ -79,8 +79,7 @@ class NodeLauncher(Protocol):
         """Wait for agents to end, end those that still run, and remove what ``publish`` has published."""
 
     def finish(self, exit_code: int, reason: str, *, is_complete: bool) -> None:
-        """Handle the result of the job, e.g. inform the scheduler. ``is_complete`` means that no later job continues
-        the run."""
+        """Handle the job's result, e.g. inform the scheduler. ``is_complete``: no later job continues the run."""
 
 
 def launcher_class(name: str) -> type[NodeLauncher]:

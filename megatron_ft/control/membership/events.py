@@ -38,8 +38,7 @@ class RankReported:
 
 @dataclass(frozen=True, slots=True)
 class RankRaised:
-    """A rank is about to end with an exception in ``iteration``. ``final`` means that another attempt would fail in the
-    same way."""
+    """A rank is about to end with an exception in ``iteration``. ``final``: another attempt would fail, too."""
 
     rank: int
     at_seconds: float

@@ -103,8 +103,7 @@ class NodeRules:
         )
 
     def _give_up_agent(self, state: State, node: int, now: Moment) -> State:
-        """Count a failed start, because the node's agent did not register in time. The next start of the node ends this
-        agent."""
+        """Count a failed start: the node's agent did not register in time. The node's next start ends this agent."""
         late = f"its agent did not register (launch.start_timeout_seconds={self.policy.start_timeout_seconds:g})"
         state = self._fail_start(state, node, late, now)
         return replace(state, nodes=state.nodes.change(node, agent=AgentState.LOST, has_unregistered_agent=True))
@@ -201,8 +200,7 @@ class NodeRules:
         return tuple(sorted(ready[: max(0, self.policy.most_members - num_staying)]))
 
     def decide(self, state: State, now: Moment) -> Step | None:
-        """Return the next step for nodes that join or leave while the members train, or None if there is nothing to
-        do."""
+        """Return the next step for nodes that join or leave while the members train; None if nothing is to do."""
         if state.phase not in TRAINING or state.failures or state.broken or state.interrupted:
             return None
         if not self.policy.admits_nodes or not self.policy.ranks_of_all(state.members).isdisjoint(state.gone):
@@ -407,7 +405,7 @@ class NodeRules:
         return self._describe_empty(lost[0])
 
     def give_up_late_nodes(self, state: State, now: Moment) -> State:
-        """Give up nodes that are too late to replace a lost node: their agent has not registered, or their old ranks
+        """Give up nodes that replace a lost node too late: their agent has not registered, or their old ranks
         have not ended."""
         if state.phase is not Phase.FILLING or not state.is_late(now):
             return state

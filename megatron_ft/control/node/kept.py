@@ -36,7 +36,7 @@ _START_TIME_FIELD = 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptServers:
-    """How long this job's snapshot servers outlive the job, and which servers of earlier jobs it can take over."""
+    """Time that this job's snapshot servers outlive the job, and which servers of earlier jobs it can take over."""
 
     seconds: int
     """Seconds for which servers outlive their agents. If 0, servers of earlier jobs are ended and not taken over."""

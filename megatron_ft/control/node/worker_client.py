@@ -146,8 +146,7 @@ class RankContext:
     """Maps the name of each sidecar to ``socket`` (path on this node), ``token``, and ``addresses``. ``addresses`` maps
     each node number (as text) to ``host:port``."""
     nodes: tuple[int, ...] = ()
-    """Node number of each rank. Nodes that were lost before this start are missing. Empty if the nodes are unknown, as
-    under torchrun."""
+    """Node number of each rank. Nodes lost before this start are missing. Empty if unknown, as under torchrun."""
     local_ranks: tuple[int, ...] = ()
     """Index of each rank's process on its node; empty if ``nodes`` is empty."""
     members: tuple[int, ...] = ()
@@ -303,8 +302,7 @@ class AgentClient:
         self._send({"op": "raised", **_failure(traceback, error, exit_code)})
 
     def done(self, *, is_complete: bool) -> None:
-        """Report that this rank has finished its work and ends. ``is_complete`` means that no later job continues the
-        run."""
+        """Report that this rank has finished and ends. ``is_complete`` means that no later job continues the run."""
         self._send({"op": "done", "is_complete": is_complete})
 
     def stop_requested(self) -> bool:

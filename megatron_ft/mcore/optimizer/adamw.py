@@ -211,7 +211,7 @@ def sharded_tree(
 
 def refresh_groups(optimizer: MegatronOptimizer, tree: Any) -> None:
     """Set the learning rates, weight decays and step counts of the parameter groups in ``tree`` to their present
-    values. ``tree`` is an earlier result of ``sharded_tree`` without its shards. With quantized state, change
+    values. ``tree`` is an earlier result of ``sharded_tree`` without its shards. If state is quantized, change
     nothing."""
     if state_format_of(optimizer) is not None:
         return

@@ -558,8 +558,7 @@ class KeptLayoutRecovery:
             carried.digests = tensor_digests(engine.model_chunks, engine.optimizer)
 
     def _compare(self) -> None:
-        """Raise RecoveryError if the state after the replay differs from the state that this rank had before the
-        failure."""
+        """Raise RecoveryError if the state after the replay differs from this rank's state before the failure."""
         engine, carried = self._engine, self._carried
         if carried is None or carried.digests is None:
             return

@@ -354,8 +354,7 @@ class ElasticTrainer(KeptLayoutTrainer):
             self.report(CheckpointFailed(iteration=iteration_of(path), error=error, path=str(path)))
 
     def repeat_abandoned_save(self) -> None:
-        """Save the current state if any rank has abandoned a save in an earlier membership. All ranks must call
-        this."""
+        """Save the current state if a rank has abandoned a save in an earlier membership. All ranks call this."""
         # If any rank has abandoned a save, all ranks must save, because saving is collective.
         if self.context.generation > 0 and self.collectives.any(self.is_save_due):
             self.save()

@@ -69,8 +69,7 @@ class _SnapshotStats:
         self._seen |= {"stalled_seconds": 0, "captured_bytes": 0, "idle_copied_bytes": 0}
 
     def watch(self, arena: Arena) -> None:
-        """Read the snapshot server's counters from ``arena``, the server's memory, from now on. Earlier costs are not
-        counted."""
+        """Read the counters in ``arena``, the server's memory, from now on. Earlier costs are not counted."""
         if arena is not self._arena:
             self._arena = arena
             self._seen |= self._server_sums()
@@ -328,8 +327,7 @@ class Snapshotter:
         self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
-        """Request that the newest committed window is written to storage. ``finish`` waits for the write. All ranks
-        must call this."""
+        """Request a write of the newest committed window to storage. ``finish`` waits for it. All must call this."""
         self.settle()
         start = self._buffers.committed
         # If the job resumed from this window, the parts of some ranks may be only in the memory of peer nodes. Then the
@@ -355,8 +353,7 @@ class Snapshotter:
         self._report_problems(self._engine.iteration)
 
     def close(self) -> None:
-        """Wait for the slice in progress. Then release tensors, memory and the connection. The snapshot server keeps
-        all windows."""
+        """Wait for the slice in progress. Release tensors, memory and connection. The server keeps all windows."""
         self.settle()
         self._copier.close()
         if self.settle in self._engine.before_update:

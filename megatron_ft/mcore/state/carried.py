@@ -202,11 +202,11 @@ class MembershipMove:
     key: Key
     previous: Previous
     former: tuple[int | None, ...]
-    """For each rank, the model part in its holding with ``key``; None for a rank without this holding."""
+    """Model part in each rank's holding with ``key``, by rank; None for a rank without this holding."""
     topology: Topology
     moved: tuple[Moved | None, ...]
-    """For each rank, its present model part and experts if a migration replaced experts after its holdings were
-    recorded; otherwise None."""
+    """Present model part and experts of each rank, if a migration replaced experts after its holdings were recorded;
+    otherwise None."""
     joining: tuple[int, ...]
     """Nodes with ranks that lack the holding with ``key`` and were no hot spares in the membership of this holding."""
 

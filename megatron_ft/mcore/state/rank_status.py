@@ -129,7 +129,7 @@ class Holding:
 
 
 Previous = tuple[int | None, ...]
-"""For each rank of a new membership, its former rank: ``Holding.rank`` of the holding from which the membership
+"""Former rank of each rank of a new membership: ``Holding.rank`` of the holding from which the membership
 continues. None for a rank without this holding."""
 
 

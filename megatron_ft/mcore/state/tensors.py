@@ -134,8 +134,7 @@ def distinct_state(
 
 
 def expert_of(name: str) -> tuple[int, int] | None:
-    """Return (layer number, expert) if ``name`` is a tensor of a routed expert, else None. Layers are numbered from
-    1."""
+    """Return (layer number from 1, expert) if ``name`` is a tensor of a routed expert, else None."""
     head, found, rest = name.partition(".mlp.experts.local_experts.")
     if not found:
         return None

@@ -190,8 +190,7 @@ def iteration_records(
 
 
 def idle_record(iteration: int, idle_seconds: Sequence[float], topology: Topology) -> PipelineIdle:
-    """Return the event about the time that each pipeline stage waited for messages. ``idle_seconds`` contains this time
-    for each rank."""
+    """Return the event about each pipeline stage's wait for messages. ``idle_seconds``: this time for each rank."""
     stages: list[list[float]] = [[] for _ in range(topology.pipeline_model_parallel_size)]
     for rank, seconds in enumerate(idle_seconds):
         stages[topology.coordinates(rank).pp].append(seconds)

@@ -228,7 +228,7 @@ class Trainer:
         return vote is not None and vote.change_requested and vote.generation == self.context.generation
 
     def teardown(self, *, keeps_engine: bool = False) -> None:
-        """Release all objects that use the process groups, except the engine if ``keeps_engine``. Works even if other
+        """Release users of process groups, except the engine if ``keeps_engine``. Works also if other
         ranks are lost."""
         self.profiler.stop()
         # Snapshots and saves end first, because their copies still read tensors that the engine is about to free.
@@ -576,8 +576,7 @@ class Trainer:
         self.report_record(record.to_record())
 
     def report_own(self, record: Record) -> None:
-        """Report a ``SnapshotProblem`` from the rank that calls this, because it concerns a node. Pass all other events
-        to ``report``."""
+        """Report a ``SnapshotProblem`` from the calling rank: it concerns a node. Pass other events to ``report``."""
         if isinstance(record, SnapshotProblem):
             self.context.worker.report(record.to_record())
         else:

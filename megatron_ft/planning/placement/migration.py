@@ -1,5 +1,4 @@
-"""Plans the migration from the present placement to a new one: the slots that each rank gets, and the experts that
-move."""
+"""Plans the migration from the present placement to a new one: slots of each rank, and experts that move."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -110,8 +110,7 @@ class Verdict:
     next: Next
     reason: str
     is_final: bool = False
-    """Whether the run must not be continued by another job: the run is complete, or the user must change something
-    first."""
+    """Whether the run must not be continued by another job: it is complete, or the user must change something first."""
 
 
 def why_hopeless(attempts: Sequence[Attempt], max_fruitless: int) -> str | None:

@@ -263,7 +263,7 @@ def config_on(job: JobConfig, nodes: Iterable[int]) -> JobConfig | Declined:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A complete TP·CP group, and the stage and lane whose state its ranks have. Without state, the stage is None and
+    """A complete TP·CP group, and the stage and lane whose state it has. Without state, the stage is None and
     the lane is -1."""
 
     ranks: Group

@@ -344,14 +344,12 @@ def units_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sh
 
 
 def part_unit(rank: int, topology: Topology) -> str:
-    """Return the unit of the non-expert state of ``rank``. The unit contains only weights if the optimizer is
-    sharded."""
+    """Return the unit of the non-expert state of ``rank``: only weights if the optimizer is sharded."""
     return f"the non-expert state of {topology.describe_part(topology.model_parts[rank])}"
 
 
 def experts_unit(rank: int, topology: Topology) -> str:
-    """Return the unit of the experts that Megatron assigns to ``rank``. It contains only weights if the optimizer is
-    sharded."""
+    """Return the unit of the experts that Megatron assigns to ``rank``: only weights if the optimizer is sharded."""
     place, part = topology.coordinates(rank), rank % topology.stage_size % topology.expert_tensor_parallel_size
     return f"the experts of expert-parallel rank {place.ep}, pipeline stage {place.pp}, expert tensor part {part}"
 

@@ -145,7 +145,7 @@ def extra_bytes(part_bytes: Sequence[int], num_built: int) -> int:
 
 
 def most_parts(part_bytes: Sequence[int], free_bytes: int) -> int:
-    """Return how many parts a spare can build (at least 1) so that the unused parts fit in ``free_bytes``, whichever
+    """Return how many parts a spare can build (at least 1) if unused parts must fit in ``free_bytes``, whichever
     part it uses."""
     return max(
         number for number in range(1, len(part_bytes) + 1) if extra_bytes(part_bytes, number) <= max(0, free_bytes)

@@ -70,8 +70,7 @@ class Loss:
     stored: Stored | None = None
     """Saved state of the run; if it is None, costs are upper bounds that follow from the configuration."""
     place: Place | None = None
-    """Function that plans the placement on the remaining nodes, to compute the bytes that move; None if these bytes are
-    not required."""
+    """Function that plans the placement on remaining nodes, to compute moved bytes; None if they are not required."""
 
     @classmethod
     def of(
@@ -178,7 +177,7 @@ class Cost:
     stages: tuple[int, ...] = ()
     """Pipeline stages that replay while other stages keep their state; empty if all stages replay or none does."""
     restarted_by: str = "hand"
-    """Who starts the job again after it has ended: ``hand`` (the user) or ``Slurm``."""
+    """Starter of the job after it has ended: ``hand`` (the user) or ``Slurm``."""
     max_windows: int = 2
     """Largest possible number of windows whose iterations run again, used if ``max_iterations`` is None."""
     seconds: float | None

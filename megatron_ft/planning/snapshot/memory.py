@@ -20,7 +20,7 @@ class PeerAssignment:
     num_copies: int
     """Number of other failure domains that must contain the windows of a node."""
     already_held: tuple[tuple[int, ...], ...] = ()
-    """For each node, the other nodes that capture the same bytes. Their failure domains need no copy of the node's
+    """Other nodes that capture the same bytes, for each node. Their failure domains need no copy of the node's
     windows. Empty if no two nodes capture the same bytes."""
 
     def sources_of(self, node: int) -> tuple[int, ...]:
@@ -210,8 +210,7 @@ NUM_BUFFERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStates:
-    """Report of the snapshot server about a rank's buffers. The report may not yet include the newest messages of the
-    rank."""
+    """Snapshot server's report about a rank's buffers. It may not yet include the newest messages of the rank."""
 
     replicated: Mapping[int, int] = field(default_factory=dict)
     """Start iteration of each replicated window; the key is the index of its buffer."""

@@ -93,8 +93,7 @@ class ExpertBytes:
         return found
 
     def most_captured(self, num_experts: int) -> int:
-        """Return the most bytes that a window captures on any rank, for any choice of ``num_experts`` experts per
-        layer."""
+        """Return the most bytes that a window captures on a rank, for any ``num_experts`` experts per layer."""
         largest = np.sort(self.left_out, axis=1)[:, self.num_experts - num_experts :, :]
         return int((self.always + largest.sum(axis=(0, 1))).max())
 
@@ -201,8 +200,7 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
 
     @property
     def num_persisted_experts(self) -> int | None:
-        """Number of experts of each layer whose newer state is written to a window's file; None to write all experts of
-        the window."""
+        """Number of experts of each layer whose newer state a window's file contains; None for all of the window."""
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
         """Choose the experts of the next file, in the same way on every rank."""
@@ -481,8 +479,7 @@ def expert_policy(config: JobConfig) -> ExpertPolicy | None:
 
 
 def stores_fewer_experts(config: JobConfig) -> bool:
-    """Return whether the files of a job have an older state of some experts than the windows from which they are
-    written."""
+    """Return whether a job's files have an older state of some experts than the windows from which they are written."""
     policy = expert_policy(config)
     is_chosen = config.snapshot.storage_bandwidth_bytes_per_second is not None
     return policy is not None and (is_chosen or policy.num_persisted_experts is not None)
@@ -494,8 +491,7 @@ def counted_layers(config: JobConfig) -> tuple[int, ...]:
 
 
 def planned_tokens(config: JobConfig) -> int:
-    """Return the tokens that the router assigns in one layer in the whole training. A token counts once for each of its
-    experts."""
+    """Return the tokens that the router assigns in one layer in all training. A token counts once for each expert."""
     training, model = config.training, config.model
     num_samples = BatchSchedule.of(training).samples_before(training.train_iterations + 1)
     return num_samples * model.seq_length * model.moe_router_topk

@@ -16,7 +16,7 @@ from megatron_ft.planning.snapshot.plan import MAX_PARTIAL_FILES, UPDATED_COMPON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """For each of ``pieces``, the index of its expert in the flattened array ``[MoE layers, experts]``."""
+    """Index of each piece's expert in the flattened array ``[MoE layers, experts]``."""
 
     pieces: Sequence[Piece]
     left_out: Counts
@@ -47,7 +47,7 @@ class PartialWindows:
         self._row_of = {layer: row for row, layer in enumerate(self._state.layers)}
         self._planned_tokens = planned_tokens
         self._captured_at: dict[int, Counts] = {}
-        """Iteration after which each expert's state in a window was captured, ``[MoE layers, experts]``, by the
+        """Iteration after which each expert's state in a window was captured, ``[MoE layers, experts]``, by
         window's start."""
         self._processed: dict[int, Counts] = {}
         """Tokens that each expert had processed after an iteration, for each iteration in ``_captured_at``."""
@@ -169,8 +169,7 @@ class PartialWindows:
         return not is_whole
 
     def captured_at(self, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[int, ...] | None:
-        """Return the iteration after which each piece of the window ``start`` was captured; None if it is ``start`` for
-        all pieces."""
+        """Return the iteration of the state of each piece of window ``start``; None if it is ``start`` for all."""
         captured_at = self._captured_at[start]
         if (captured_at == start).all():
             return None

@@ -84,8 +84,7 @@ class ModuleSharding:
 
 
 def _assign(module_bytes: Sequence[int], begun: Matrix) -> Matrix:
-    """Add each module, the largest first, to the rank with the fewest bytes. ``begun`` has the bytes that each rank
-    already saves."""
+    """Add each module, the largest first, to the rank with the fewest bytes. ``begun``: bytes a rank already saves."""
     found = begun.copy()
     for num_bytes in sorted(module_bytes, reverse=True):
         found[int(np.argmin(found))] += num_bytes

@@ -322,7 +322,7 @@ class Sharding:
     """Whether the distributed optimizer divides optimizer state over data-parallel ranks; otherwise every rank has the
     whole optimizer state of its parameters."""
     bucket_size: int | None = None
-    """Number of elements at which a bucket of the first stage's first chunk is full. Every other chunk has one bucket,
+    """Number of elements at which a bucket of the first stage's first chunk is full. Other chunks have one bucket,
     as in Megatron."""
     padded_for_lanes: tuple[int, ...] = ()
     """Other possible lane counts (data-parallel sizes). Buckets are padded for them too, so that the layout of the

@@ -69,8 +69,7 @@ class DispatchBackend(Protocol):
         ...
 
     def permute(self, tokens: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-        """Copy ``tokens`` [T, H] to the rows to send, [S, H], in sending order. Differentiable, like the other methods
-        on rows."""
+        """Copy ``tokens`` [T, H] to rows [S, H] in sending order. Differentiable, as all methods on rows."""
         ...
 
     def sort_received(self, rows: torch.Tensor, handle: DispatchHandle) -> tuple[torch.Tensor, ...]:

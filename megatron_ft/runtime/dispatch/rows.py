@@ -114,15 +114,14 @@ def _check_sums(
 class DispatchHandle:
     """Source and destination of every row of one dispatch. Index tensors are int64 on the device of the tokens.
 
-    ``send_splits`` N ints: number of rows that this rank sends to each rank; the sum is S.
-    ``recv_splits`` N ints: number of rows that this rank receives from each rank; the sum is R.
-    ``permutation`` [S]: the token of each sent row. Rows are sent in the order (destination rank, expert, token).
-    ``expert_of_row`` [S]: the expert of each sent row.
-    ``rows_of_token`` [T, K]: the sent rows of each token, experts ascending, padded with ``NO_ROW``; K is the largest
-    number of rows of a token. A token's rows are summed in this order, which does not depend on the placement.
+    ``send_splits`` N ints: number of rows that this rank sends to each rank; the sum is S. ``recv_splits`` N ints:
+    number of rows that this rank receives from each rank; the sum is R. ``permutation`` [S]: the token of each sent
+    row. Rows are sent in the order (destination rank, expert, token). ``expert_of_row`` [S]: the expert of each sent
+    row. ``rows_of_token`` [T, K]: the sent rows of each token, experts ascending, padded with ``NO_ROW``; K is the
+    largest number of rows of a token. A token's rows are summed in this order, which does not depend on the placement.
     ``receive_order`` [R]: arrival index of each row when rows are sorted by (local expert, source rank, arrival).
-    ``local_experts`` L ints, ascending.
-    ``tokens_per_local_expert`` int64 [L], on the host: number of received rows of each local expert.
+    ``local_experts`` L ints, ascending. ``tokens_per_local_expert`` int64 [L], on the host: number of received rows of
+    each local expert.
     """
 
     num_tokens: int

@@ -289,8 +289,7 @@ def capture_bandwidth(device: torch.device, copier: Copier) -> float:
 
 
 Header = Callable[[], Mapping[str, str]]
-"""Function that returns the header of a slice: state besides tensors, a JSON text for each name. It may be called in
-another thread."""
+"""Function that returns a slice's header: state besides tensors, as JSON by name. May be called in another thread."""
 
 Source = Callable[[Piece], torch.Tensor]
 """Function that returns the current elements of a piece as a contiguous 1-D tensor."""

@@ -38,14 +38,13 @@ class PeerSessions:
 
     def __init__(self) -> None:
         self._of_node: dict[int, list[_PeerSession]] = {}
-        """For each node, its connections that may still write copies, the oldest first."""
+        """Connections of each node that may still write copies, the oldest first."""
         self._lock = threading.Lock()
         self._unauthenticated: dict[_PeerSession, float] = {}
         """Connections that have not presented the token, the oldest first, with the time of their start."""
 
     def accept(self, sock: socket.socket, store: Store) -> None:
-        """Serve a new connection in a thread. If too many connections have not presented the token, close the oldest of
-        these."""
+        """Serve a new connection in a thread. If too many have not presented the token, close the oldest of these."""
         session = _PeerSession(sock, store, self)
         with self._lock:
             oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) >= MAX_UNAUTHENTICATED else None

@@ -39,8 +39,7 @@ from megatron_ft.snapshot.window import Origin, Slice, Update
 # Use less than ``MemAvailable``, which is an estimate: when memory runs out, the kernel may kill ranks.
 _USABLE_SHARE = 0.9
 _CHUNK_BYTES = 1 << 28
-"""Number of bytes that one system call allocates. After each call, the number of bytes still to be allocated is
-updated."""
+"""Number of bytes that one system call allocates. After each call, the number of bytes still missing is updated."""
 
 
 class Segment:

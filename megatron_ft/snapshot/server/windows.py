@@ -536,8 +536,7 @@ class PeerBuffers:
 
     @classmethod
     def read_held(cls, answer: Mapping[str, Any]) -> "dict[int, PeerBuffers]":
-        """Read the lists of windows in the peer's first answer, by rank. Raises ControlError if the answer is
-        invalid."""
+        """Read the lists of windows, by rank, in the peer's first answer. Raises ControlError if it is invalid."""
         by_rank: dict[int, list[StoredWindow]] = {}
         for entry in items(answer, "held"):
             if not isinstance(entry, dict):

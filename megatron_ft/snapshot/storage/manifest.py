@@ -47,8 +47,7 @@ class Manifest:
     consumed_samples: int
     """Number of samples that training has consumed, including those of ``iteration``."""
     settings: Settings
-    """Settings of the run, as [group][key]. The groups are data, model, optimizer and schedule. Empty in format
-    version 1."""
+    """Settings of the run, as [group][key]; groups are data, model, optimizer, schedule. Empty in format version 1."""
     software: dict[str, str]
     """Versions of the software that wrote the checkpoint."""
     files: tuple[FileEntry, ...]
@@ -103,8 +102,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Read the manifest in ``directory``. If it cannot be read, raise a CheckpointError that names the
-        directory."""
+        """Read the manifest in ``directory``. If this is impossible, raise CheckpointError with the directory."""
         path = directory / MANIFEST_NAME
         try:
             status = os.lstat(path)

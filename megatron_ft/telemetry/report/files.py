@@ -28,8 +28,7 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Line of ``decisions.jsonl``: a decision of the controller after a loss of nodes, or after a request that nodes
-    join or leave."""
+    """Line of ``decisions.jsonl``: a decision of the controller after a loss, or a request that nodes join or leave."""
 
     generation: int
     """Generation of the membership that ended."""
@@ -45,7 +44,7 @@ class Decision:
     declined: str | None = None
     """Reason why the surviving ranks had to restart as new processes; None if their processes continue."""
     previous_ranks: tuple[int | None, ...] = ()
-    """For each rank of the next membership: its rank in the previous one, None if new. Empty if ``declined`` is set."""
+    """Previous rank of each rank of the next membership, None if new. Empty if ``declined`` is set."""
     nodes: tuple[int, ...] = ()
     """Node of each rank of the next membership. Empty if ``declined`` is set."""
 

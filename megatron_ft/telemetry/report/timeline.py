@@ -1,5 +1,4 @@
-"""Shows what each rank did during a recovery, and when: as a drawing with one row for each rank, and as two
-tables."""
+"""Shows what each rank did during a recovery, and when, in a drawing with a row for each rank, and in two tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -125,8 +124,7 @@ class Timeline:
 
     @classmethod
     def of(cls, recovery: Recovery) -> "Timeline | None":
-        """Make the timeline of a recovery. Return None if its records have no times, or if a new job continued the
-        run."""
+        """Make a recovery's timeline. Return None if its records have no times, or if a new job continued the run."""
         course = recovery.course
         if course is None or recovery.is_new_job:
             return None

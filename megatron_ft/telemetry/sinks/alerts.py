@@ -1,5 +1,4 @@
-"""Reports an alert when a figure of the run passes its limit, and reports the alert's end when the figure is within its
-limit again."""
+"""Reports an alert when a figure of the run passes its limit, and its end when the figure is within the limit again."""
 
 import shutil
 import statistics

@@ -74,8 +74,7 @@ class Sink:
         raise NotImplementedError
 
     def take_reports(self) -> list[Record]:
-        """Return the records that this sink itself has created since the last call. The caller writes these records to
-        all sinks."""
+        """Return the records that this sink has created since the last call. The caller writes them to all sinks."""
         return []
 
     def close(self, outcome: Outcome) -> None:
