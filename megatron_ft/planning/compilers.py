@@ -14,8 +14,8 @@ WITHOUT_KERNELS = {"placement.dispatch_backend": "reference", "optimizer.update_
 
 
 def kernels_of(config: JobConfig, device: str) -> dict[str, str]:
-    """Return the configuration keys that make ranks on ``device`` (``cpu`` or ``cuda``) build kernels, each with the
-    kind of these kernels, ``cpp`` or ``cuda``."""
+    """Return the kind of kernels (``cpp`` or ``cuda``) that ranks on ``device`` (``cpu`` or ``cuda``) build, by the
+    configuration key that requires these kernels."""
     found = {
         "placement.dispatch_backend": config.placement.kernels_on(device),
         "optimizer.update_backend": config.optimizer.update_backend,

@@ -14,7 +14,7 @@ class RunFigures:
         """One ``RunStarted`` record for each time at which all ranks of the run started."""
         self._meter = GoodputMeter()
         self._lasting: dict[str, float] = {}
-        """Each metric's newest value, or its sum over the run. It stays valid until a newer record changes it."""
+        """Newest value of each metric, or its sum over the run. A value stays valid until a newer record changes it."""
         self._recovered: dict[str, float] = {}
         """Seconds that recoveries took since the last call of ``hand_out``, by name of the recovery strategy."""
         self._strategy: str | None = None

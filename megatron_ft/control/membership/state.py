@@ -416,7 +416,7 @@ class Failure:
     iteration: int = 0
     """Last iteration that the rank reached; 0 if it has reached none."""
     sudden: bool = False
-    """Whether no other failure can have caused this one: a node was lost, or a rank hung or was killed by a signal."""
+    """Whether this failure is no consequence of another: a node was lost, or a rank hung or was killed by a signal."""
     final: bool = False
     """Whether another attempt of the job would fail in the same way."""
     detail: str = ""

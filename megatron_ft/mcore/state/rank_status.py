@@ -84,8 +84,8 @@ Key = tuple[int, bool]
 class Holding:
     """Record that a rank has all state that one placement assigns to it, after the newest committed iteration.
 
-    A rank can have several holdings: one of the membership that committed the iteration, one of an evacuation (see
-    ``is_evacuation``), and one of each later membership, which failed before it committed an iteration.
+    A rank can have several holdings: from the membership that committed the iteration, from an evacuation (see
+    ``is_evacuation``), and from later memberships, if these failed before they committed an iteration.
     """
 
     generation: int

@@ -171,7 +171,7 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
 
 
 def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
-    """Return for how many parameters of other ranks a rank has a copy of the optimizer state (mean over ranks). Each
+    """Return the number of parameters whose optimizer state a rank copies from other ranks (mean over ranks). Each
     expert counts as if it had ``placement.min_replicas`` replicas, even if it has more."""
     placement, stage_size = config.placement, topology.stage_size
     if placement.state_copies is None:

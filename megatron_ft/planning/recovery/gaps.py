@@ -1,4 +1,4 @@
-"""``Gap``: nodes whose loss ends the job or costs committed iterations, and changes of keys that improve the recovery.
+"""Finds nodes whose loss ends the job or costs committed iterations, and changes of keys that improve this recovery.
 
 Candidate changes follow from the requirements of recovery strategies. Each candidate is applied to the configuration,
 which is then validated as usual. After that, ``cost_of_loss`` computes the costs of the same losses again.

@@ -21,7 +21,7 @@ class Position:
     """Progress of a rank at the end of a membership; the rank has the complete state after iteration ``completed``."""
 
     rank: int
-    """Number of the rank in the membership that has ended."""
+    """Rank number in the old membership."""
     generation: int
     completed: int
     """Newest iteration that this rank has committed or skipped; 0 if there is none."""
@@ -29,8 +29,8 @@ class Position:
     """Newest iteration on which this rank has voted: ``completed`` or ``completed + 1``. The rank still has the
     gradients of this iteration."""
     vote: Vote | None
-    """Newest commit vote that this rank has received completely, for iteration ``completed`` or ``completed + 1``; None
-    before the first vote."""
+    """Newest commit vote of which this rank has received all parts. It is about iteration ``completed`` or ``completed
+    + 1``; None before the first vote."""
     has_state: bool = True
     """False for a joining rank that had not received its state when the membership ended."""
     is_formed: bool = True

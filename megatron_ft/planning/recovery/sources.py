@@ -100,7 +100,7 @@ class RecoverySource:
         Args:
             windows_by_rank: stored windows of each rank.
             checkpoint_iteration: iteration of the newest valid dense checkpoint; None without one.
-            reasons: reasons why windows that ``windows_by_rank`` does not contain cannot be used.
+            reasons: reasons why other windows, which are not in ``windows_by_rank``, cannot be used.
             unreachable: why nodes have not listed their windows. The windows of these nodes may be missing.
         """
         declined = list(reasons)

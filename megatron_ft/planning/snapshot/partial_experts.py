@@ -526,8 +526,8 @@ def _most_windows(num_experts: int, captured: int, stored: int, windows_per_file
 
 
 def _within(state: ExpertBytes, wanted: Mask, at_risk: Counts, budget_bytes: int) -> Mask:
-    """Choose at most as many experts as are in ``wanted``, within the budget of every rank. Experts in ``wanted`` come
-    first, then the others, both by descending tokens at risk."""
+    """Choose experts within the budget of every rank, not more than the number of experts in ``wanted``. First choose
+    experts in ``wanted``, then others, both by descending tokens at risk."""
     if (state.captured(wanted) <= budget_bytes).all():
         return wanted
     layers, experts = np.nonzero(np.ones_like(wanted))

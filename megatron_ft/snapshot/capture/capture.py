@@ -289,7 +289,7 @@ def capture_bandwidth(device: torch.device, copier: Copier) -> float:
 
 
 Header = Callable[[], Mapping[str, str]]
-"""Function that returns a slice's header: state besides tensors, as JSON by name. May be called in another thread."""
+"""Function that returns a slice's header, state besides tensors: JSON texts by name. Another thread may call it."""
 
 Source = Callable[[Piece], torch.Tensor]
 """Function that returns the current elements of a piece as a contiguous 1-D tensor."""
