@@ -1,19 +1,27 @@
-"""Claim ``reform-in-place``: ranks of a job that keeps its layout need little memory to recover.
+"""Claim ``reform-in-place``: surviving ranks need little additional memory to recover.
 
 A running job with two pipeline stages, two data-parallel ranks and the distributed optimizer loses one rank after
-another by kill -9. Survivors keep weights, gradient buffers, master weights and moments in place, and replace their
-connections. Each rank reports the bytes of this state, and the bytes that it copied at one time while it restored a
-window. The resident memory of the ranks that survive the first loss is also measured.
+another by kill -9, and keeps its layout. Survivors keep weights, gradient buffers, master weights and moments in place,
+and replace their connections. Each rank reports the bytes of this state, and the bytes that it copied at one time while
+it restored a window. The resident memory of the ranks that survive the first loss is also measured.
 
-A fault counts only if the victim recorded it before it happened. Bits are compared by ``localized-bitwise``.
+Two jobs with four data-parallel ranks, expert replicas and copies of optimizer shards lose one rank, and continue with
+three. In one of them each rank has all experts before and after the loss; in the other, ranks get other experts. These
+ranks do not report the bytes of a recovery, so the growth of their resident memory is measured: the largest value from
+the loss to the next committed iteration, less the larger of the largest values before and after. ``dry_run`` predicts
+the state of a rank before and after.
+
+A fault counts only if the victim recorded it before it happened. Bits are compared by ``localized-bitwise`` and
+``elastic-bitwise``.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +35,13 @@ JOB_TIMEOUT_SECONDS = 900.0
 MOST_MEMORY = 1.05
 MOST_ERROR = 0.1
 MIN_STATE_BYTES = 500_000_000
+MOST_SMALLER = {"fewer_lanes": 1.15, "expert_sets": 1.3}
+"""Largest allowed memory of a recovery with fewer ranks, as a multiple of the larger state, by kind of job."""
 THRESHOLD = (
     f"same layout, state >= {MIN_STATE_BYTES // 10**6} MB a rank: counted peak <= {MOST_MEMORY} of the steady state, "
     f"predicted by dry_run within {MOST_ERROR:.0%}; all survivors keep model and optimizer; healthy stages move "
-    "nothing but their log"
+    f"nothing but their log; fewer lanes: peak <= {MOST_SMALLER['fewer_lanes']} of the larger state, and <= "
+    f"{MOST_SMALLER['expert_sets']} if ranks get other experts"
 )
 FIRST_ITERATION, APART = 14, 10
 VICTIMS = ((1, "forward"), (2, "backward"), (0, "grad_sync"), (3, "dispatch"))
@@ -56,6 +67,25 @@ BASE = (
     "nodes.restart_lost_nodes=true",
     "nodes.max_node_restarts=100",
 )
+SMALLER = (
+    "model=moe_micro",
+    "precision.params_dtype=bf16",
+    "parallel.use_distributed_optimizer=true",
+    "launch.ranks_per_node=1",
+    "optimizer.lr_warmup_iterations=3",
+    "training.micro_batch_size=1",
+    "training.global_batch_size=12",
+    "training.eval_interval_iterations=0",
+    "checkpoint.save_at_end=false",
+    "telemetry.wandb=disabled",
+    "placement=overlap_search",
+    "placement.min_replicas=2",
+    "placement.state_copies=2",
+)
+"""Overrides of the jobs that continue with fewer ranks."""
+SMALLER_RANKS = 4
+NUM_SLOTS = {"fewer_lanes": 8, "expert_sets": 4}
+"""Number of replica slots of a rank, by kind of job. The model has 8 experts, so 8 slots have room for all of them."""
 LARGE = ("model.hidden_size=512", "model.moe_ffn_hidden_size=1792", "snapshot.bandwidth_bytes_per_second=1.2e8")
 SMALL = ("model.hidden_size=128", "model.moe_ffn_hidden_size=512", "snapshot.bandwidth_bytes_per_second=6e6")
 
@@ -80,14 +110,74 @@ class _Watch:
             committed = [event["iteration"] for event in events if event["kind"] == "window_committed"]
             if not self._is_reset and committed:
                 self._is_reset = True
-                for pid in pids.values():
-                    Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets VmHWM, the maximum of VmRSS
+                _reset_largest(pids)
             elif self._is_reset:
                 self.steady = {rank: _largest_resident(pid) or self.steady.get(rank, 0) for rank, pid in pids.items()}
         if ready is not None and changed and not self.recovering:
-            found = {rank: _largest_resident(pid) for rank, pid in enumerate(ready["process_ids"])}
-            self.recovering = {rank: num_bytes for rank, num_bytes in found.items() if num_bytes is not None}
+            self.recovering = _residents(dict(enumerate(ready["process_ids"])))
         return len(changed) >= self.num_faults
+
+
+@dataclass(slots=True)
+class _WatchSmaller:
+    """Callable that receives a job's events so far, and measures the resident memory of the ranks, by rank: the largest
+    number of bytes before the loss, from the loss to the next committed iteration, and after it."""
+
+    metrics: Path
+    """File to which the job writes a line for each committed iteration."""
+    before: dict[int, int] = field(default_factory=dict)
+    during: dict[int, int] = field(default_factory=dict)
+    after: dict[int, int] = field(default_factory=dict)
+    _is_reset: bool = False
+
+    def __call__(self, events: Sequence[Mapping[str, Any]]) -> bool:
+        """Measure if it is time. Return whether the job may end."""
+        ready = next((event for event in events if event["kind"] == "ranks_ready"), None)
+        committed = _newest_iteration(self.metrics)
+        if ready is None or committed < FIRST_ITERATION - 5:
+            return False
+        pids = dict(enumerate(ready["process_ids"]))
+        if not self._is_reset:
+            self._is_reset = True
+            _reset_largest(pids)
+        elif committed < FIRST_ITERATION - 1:  # the lost rank has not begun its last iteration
+            self.before = _residents(pids)
+        elif not self.during:
+            has_changed = any(event["kind"] == "membership_changed" for event in events)
+            if has_changed and committed >= FIRST_ITERATION:
+                self.during = _residents(pids)
+                _reset_largest(pids)
+        else:
+            self.after = _residents(pids)
+        return committed >= FIRST_ITERATION + APART
+
+    def growths(self) -> list[int]:
+        """Return the bytes of each surviving rank that the recovery needed in addition to training."""
+        return [
+            max(0, num_bytes - max(self.before[rank], self.after[rank]))
+            for rank, num_bytes in self.during.items()
+            if rank in self.before and rank in self.after
+        ]
+
+
+def _newest_iteration(metrics: Path) -> int:
+    """Return the iteration in the last complete line of a metrics file; 0 without one."""
+    if not metrics.exists():
+        return 0
+    lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]
+    return max((json.loads(line).get("iteration", 0) for line in lines[-3:]), default=0)
+
+
+def _reset_largest(pids: Mapping[int, int]) -> None:
+    """Reset VmHWM, the maximum of VmRSS, of each process that has not ended."""
+    for pid in pids.values():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def _residents(pids: Mapping[int, int]) -> dict[int, int]:
+    found = {rank: _largest_resident(pid) for rank, pid in pids.items()}
+    return {rank: num_bytes for rank, num_bytes in found.items() if num_bytes is not None}
 
 
 def _largest_resident(pid: int) -> int | None:
@@ -127,9 +217,9 @@ def judge(shares: Sequence[Mapping[str, Any]], *, least_state_bytes: int) -> tup
     return most, problems
 
 
-def _predicted_bytes(overrides: Sequence[str], folder: Path) -> int:
-    """Return bytes that ``dry_run`` predicts for the largest rank: its state, and its copies to restore a window."""
-    words = [*BASE, *overrides, "dry_run=true", "dry_run_format=json", f"data.cache_dir={folder / 'cache'}"]
+def _plan(overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], int]:
+    """Return the plan that ``dry_run`` prints, and the bytes of the largest rank's state in it."""
+    words = [*overrides, "dry_run=true", "dry_run_format=json", f"data.cache_dir={folder / 'cache'}"]
     command = [sys.executable, str(REPOSITORY / "pretrain_moe.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=JOB_TIMEOUT_SECONDS, check=False)
     assert done.returncode == 0, f"dry_run failed: {done.stderr}"
@@ -137,7 +227,42 @@ def _predicted_bytes(overrides: Sequence[str], folder: Path) -> int:
     state = max(
         sum(size for name, size in stage["memory"].items() if name != "activations_bytes") for stage in plan["stages"]
     )
-    return int(state + plan["snapshot"]["restore_bytes"])
+    return plan, int(state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Smaller:
+    """Memory of a recovery with fewer ranks."""
+
+    state_bytes: int
+    """Predicted bytes of the largest rank's state: the larger of the values before and after the loss."""
+    growths: Sequence[int]
+    """Bytes that the recovery needed in addition, for each surviving rank."""
+    problems: Sequence[str]
+
+    @property
+    def most(self) -> float:
+        """Largest memory of the recovery as a multiple of the state."""
+        return 1 + max(self.growths, default=0) / self.state_bytes
+
+
+def _smaller(kind: str, size: Sequence[str], folder: Path, socket: str) -> _Smaller:
+    """Run a job that loses one of ``SMALLER_RANKS`` ranks and continues without it, and measure its recovery."""
+    words = [*SMALLER, *size, f"placement.num_slots_per_rank={NUM_SLOTS[kind]}"]
+    nodes = (f"launch.num_nodes={SMALLER_RANKS}", f"recovery.min_nodes={SMALLER_RANKS - 1}")
+    fewer = (f"launch.num_nodes={SMALLER_RANKS - 1}", f"recovery.min_nodes={SMALLER_RANKS - 2}")
+    states = [_plan([*words, *of_size], folder)[1] for of_size in (nodes, fewer)]
+    bench = Bench(folder / kind, socket, words, JOB_TIMEOUT_SECONDS)
+    watch = _WatchSmaller(bench.next_run_dir / "metrics.jsonl")
+    kill = f'kill(rank={SMALLER_RANKS - 1}, at_iteration={FIRST_ITERATION}, phase="forward", generation=0)'
+    overrides = [*nodes, "training.train_iterations=400", f"testing.failpoints=['{kill}']"]
+    with bench.running(overrides, until=watch) as run:
+        hits, output = run.records("failpoints.jsonl"), run.output[-2000:]
+    problems = []
+    if len(hits) != 1 or len(watch.growths()) != SMALLER_RANKS - 1:
+        measured = f"{len(watch.before)}, {len(watch.during)} and {len(watch.after)} ranks measured"
+        problems.append(f"{kind}: {len(hits)} of 1 faults, {measured}: {output}")
+    return _Smaller(state_bytes=max(states), growths=watch.growths(), problems=problems)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,11 +272,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     last = f"training.train_iterations={FIRST_ITERATION + APART * num_faults + 200}"
     watch = _Watch(num_faults)
     with tempfile.TemporaryDirectory(prefix=f"{ID}-") as folder, forkserver(WARM) as socket:
-        predicted = _predicted_bytes(size, Path(folder))
+        plan, predicted = _plan([*BASE, *size], Path(folder))
+        predicted += int(plan["snapshot"]["restore_bytes"])
         bench = Bench(Path(folder), socket, BASE, JOB_TIMEOUT_SECONDS)
         with bench.running([*size, last, _faults(num_faults)], until=watch) as run:
             events, hits = run.records(), run.records("failpoints.jsonl")
             output = run.output[-2000:]
+        smaller = {kind: _smaller(kind, size[:2], Path(folder), socket) for kind in MOST_SMALLER}
     shares = [event for event in events if event["kind"] == "stage_recovery"]
     most, problems = judge(shares, least_state_bytes=0 if arguments.quick else MIN_STATE_BYTES)
     if len(hits) != num_faults or len(shares) != 4 * num_faults:
@@ -163,20 +290,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if abs(predicted - peak) > MOST_ERROR * predicted:
         problems.append(f"dry_run predicted {predicted} bytes, but the largest rank had {peak}")
     state = min((share["state_bytes"] for share in shares), default=0)
+    problems += [problem for each in smaller.values() for problem in each.problems]
     for problem in problems:
         print(problem)
+    fewer = "; ".join(
+        f"{kind} {each.most:.2f}x of {each.state_bytes / 1e6:.0f} MB (growth of resident memory)"
+        for kind, each in smaller.items()
+    )
     return finish(
         arguments.out,
         ID,
-        passed=not problems and most <= MOST_MEMORY,
+        passed=not problems
+        and most <= MOST_MEMORY
+        and (arguments.quick or all(each.most <= MOST_SMALLER[kind] for kind, each in smaller.items())),
         figure=(
             f"{most:.3f}x of {state / 1e6:.0f} MB counted on {len(shares)} ranks in {num_faults} recoveries, "
             f"{abs(predicted / peak - 1) if peak else 1.0:.1%} from the prediction; resident memory of survivors at "
-            f"most {max(rss, default=0.0):.2f}x of the largest before"
+            f"most {max(rss, default=0.0):.2f}x of the largest before; {fewer}"
         ),
         threshold=THRESHOLD,
-        counts={"recoveries": num_faults, "ranks": len(shares)},
-        details={"shares": shares, "steady": watch.steady, "recovering": watch.recovering, "problems": problems},
+        counts={"recoveries": num_faults + len(smaller), "ranks": len(shares)},
+        details={
+            "shares": shares,
+            "steady": watch.steady,
+            "recovering": watch.recovering,
+            "smaller": {kind: asdict(each) for kind, each in smaller.items()},
+            "problems": problems,
+        },
     )
 
 
