@@ -4,8 +4,11 @@ A strategy has a file in ``conf/recovery/`` with its name, which chooses only th
 """
 
 import dataclasses
+import importlib.util
 import json
 from functools import cache
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,11 +16,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megatron_ft.config.checks.recovery
+import megatron_ft.planning.recovery.costs
 from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import derive_placement
 from megatron_ft.config.requirements import REQUIREMENTS, Requirement, value_of
 from megatron_ft.config.serialize import from_dict
+from megatron_ft.config.validate import validate
+from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.stage import StageRequest, first_plans
 from megatron_ft.planning.recovery.costs import STRATEGIES, cost_of_loss
 from megatron_ft.planning.recovery.facts import RecoveryFacts
@@ -26,6 +33,26 @@ from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.testing.jobs import REPOSITORY
 
+ADDED = '''"""Recovery strategy ``cold_copy``: all ranks load a copy of the state from another cluster."""
+
+from dataclasses import dataclass
+
+from megatron_ft.planning.recovery.strategy import Cost
+from megatron_ft.planning.state.declined import Declined
+
+
+@dataclass(frozen=True, slots=True)
+class ColdCopy:
+    name = "cold_copy"
+    requirements = ()
+    reads = ()
+
+    def cost(self, loss, facts):
+        if loss.ends_job:
+            return Declined(strategy=self.name, reason="the copy ends with the job")
+        return Cost.of_restart(self.name, loss, facts, 1)
+'''
+"""File of a strategy that a test adds."""
 NUM_NODES = 4
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": 8}
 WINDOWS = {"_target_": "megatron_ft.planning.snapshot.dense.DenseInterval", "interval_iterations": 3}
@@ -138,3 +165,46 @@ def test_a_strategy_loads_only_the_kinds_of_state_that_it_names(strategy: Strate
     loss = Loss.of(facts, facts.nodes, is_gone=False, ends_job=True, stored=Stored(iteration=30, **saved))
     found = strategy.cost(loss, facts)
     assert isinstance(found, Cost) == (kind in strategy.reads or strategy.name == "start_over")
+
+
+@pytest.fixture
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Strategy:
+    """Add a strategy as CONTRIBUTING.md describes: a file, its requirements, and its place in the order."""
+    file = tmp_path / "cold_copy.py"
+    file.write_text(ADDED)
+    spec = importlib.util.spec_from_file_location("cold_copy", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    strategy: Strategy = module.ColdCopy()
+    requirements = MappingProxyType({**REQUIREMENTS, strategy.name: strategy.requirements})
+    monkeypatch.setattr(megatron_ft.config.checks.recovery, "REQUIREMENTS", requirements)
+    monkeypatch.setattr(megatron_ft.planning.recovery.costs, "STRATEGIES", (*STRATEGIES[:-1], strategy, STRATEGIES[-1]))
+    return strategy
+
+
+def test_an_added_strategy_fulfils_the_contract(added: Strategy) -> None:
+    for job in JOBS:
+        test_a_strategy_answers_for_every_loss(strategy=added, job=job, is_running=True)
+    test_a_strategy_serves_some_loss_of_some_job(added)
+    test_a_strategy_is_frozen_and_its_requirements_name_keys(added)
+
+
+def test_an_added_strategy_is_chosen_by_its_file_in_conf(
+    added: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    option = tmp_path / "cold_copy.yaml"
+    option.write_text("strategies: [cold_copy]\n")
+    default = facts_of("default")
+    recovery = dataclasses.replace(default.config.recovery, **yaml.safe_load(option.read_text()))
+    config = dataclasses.replace(default.config, recovery=recovery)
+    validate(config)
+    facts = dataclasses.replace(default, config=config, is_running=True)
+    cost = cost_of_loss(facts, [1], is_gone=False)
+    assert (cost.strategy, cost.max_iterations) == ("cold_copy", 1)
+    ended = cost_of_loss(facts, range(NUM_NODES), is_gone=False, ends_job=True)
+    assert ended.strategy == "start_over"
+    assert "cold_copy: the copy ends with the job" in [reason.summary() for reason in ended.declined]
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="cold_copy"):
+        validate(config)
