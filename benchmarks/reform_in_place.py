@@ -9,8 +9,8 @@ Two jobs with four data-parallel ranks, expert replicas and copies of optimizer 
 three. In one of them each rank has all experts before and after the loss; in the other, ranks get other experts. These
 ranks do not report the bytes of a recovery, so the growth of their resident memory is measured: the largest value from
 the loss to the next committed iteration, less the larger of the largest values before and after. ``dry_run`` predicts
-the state of a rank before and after. In a round of transfers, a rank needs up to 256 MiB (``STAGING_BYTES``) in any job.
-Therefore these two jobs have a state of more than 1 GB a rank.
+the state of a rank before and after. In a round of transfers, a rank needs up to 256 MiB (``STAGING_BYTES``) in every
+job. Therefore these two jobs have a state of more than 1 GB a rank.
 
 A fault counts only if the victim recorded it before it happened. Bits are compared by ``localized-bitwise`` and
 ``elastic-bitwise``.
