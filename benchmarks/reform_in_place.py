@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic_jobs import Bench
+from benchmarks.kill_peers import records_of
 from benchmarks.report import finish, parse_arguments
 from megatron_ft.testing.jobs import REPOSITORY, forkserver
 
@@ -46,19 +47,22 @@ THRESHOLD = (
 FIRST_ITERATION, APART = 14, 10
 VICTIMS = ((1, "forward"), (2, "backward"), (0, "grad_sync"), (3, "dispatch"))
 """Rank and phase of each fault, in order."""
-BASE = (
+_COMMON = (
     "model=moe_micro",
     "precision.params_dtype=bf16",
-    "parallel.pipeline_model_parallel_size=2",
     "parallel.use_distributed_optimizer=true",
-    "launch.num_nodes=4",
     "launch.ranks_per_node=1",
     "optimizer.lr_warmup_iterations=3",
     "training.micro_batch_size=1",
-    "training.global_batch_size=4",
     "training.eval_interval_iterations=0",
     "checkpoint.save_at_end=false",
     "telemetry.wandb=disabled",
+)
+BASE = (
+    *_COMMON,
+    "parallel.pipeline_model_parallel_size=2",
+    "launch.num_nodes=4",
+    "training.global_batch_size=4",
     "snapshot=sparse_window",
     "snapshot.num_peer_copies=0",
     "snapshot.iteration_seconds=1",
@@ -68,16 +72,8 @@ BASE = (
     "nodes.max_node_restarts=100",
 )
 SMALLER = (
-    "model=moe_micro",
-    "precision.params_dtype=bf16",
-    "parallel.use_distributed_optimizer=true",
-    "launch.ranks_per_node=1",
-    "optimizer.lr_warmup_iterations=3",
-    "training.micro_batch_size=1",
+    *_COMMON,
     "training.global_batch_size=12",
-    "training.eval_interval_iterations=0",
-    "checkpoint.save_at_end=false",
-    "telemetry.wandb=disabled",
     "placement=overlap_search",
     "placement.min_replicas=2",
     "placement.state_copies=2",
@@ -133,7 +129,7 @@ class _WatchSmaller:
     def __call__(self, events: Sequence[Mapping[str, Any]]) -> bool:
         """Measure if it is time. Return whether the job may end."""
         ready = next((event for event in events if event["kind"] == "ranks_ready"), None)
-        committed = _newest_iteration(self.metrics)
+        committed = max((record["iteration"] for record in records_of(self.metrics)), default=0)
         if ready is None or committed < FIRST_ITERATION - 5:
             return False
         pids = dict(enumerate(ready["process_ids"]))
@@ -158,14 +154,6 @@ class _WatchSmaller:
             for rank, num_bytes in self.during.items()
             if rank in self.before and rank in self.after
         ]
-
-
-def _newest_iteration(metrics: Path) -> int:
-    """Return the iteration in the last complete line of a metrics file; 0 without one."""
-    if not metrics.exists():
-        return 0
-    lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]
-    return max((json.loads(line).get("iteration", 0) for line in lines[-3:]), default=0)
 
 
 def _reset_largest(pids: Mapping[int, int]) -> None:
