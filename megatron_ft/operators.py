@@ -150,7 +150,7 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
 
 
 def _latent_attention(model: ModelConfig) -> tuple[int, int]:
-    """Return how many parameters of multi-head latent attention TP ranks share out, and how many every rank has."""
+    """Return how many parameters of latent attention are split over TP ranks, and how many every rank has."""
     hidden, heads, query_width = model.hidden_size, model.num_attention_heads, model.qk_head_dim
     query_width += model.qk_pos_emb_head_dim
     split = (model.q_lora_rank or hidden) * heads * query_width

@@ -327,7 +327,7 @@ class Snapshotter:
         self._start = self._last_start = self._opened = None
 
     def persist_newest(self) -> None:
-        """Request a write of the newest committed window to storage. ``finish`` waits for it. All must call this."""
+        """Request a write of the newest committed window to storage. ``finish`` waits for it. All ranks call this."""
         self.settle()
         start = self._buffers.committed
         # If the job resumed from this window, the parts of some ranks may be only in the memory of peer nodes. Then the

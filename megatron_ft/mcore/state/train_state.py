@@ -34,7 +34,7 @@ class IterationResult:
     median_loss: float = math.nan
     """Median loss of earlier committed iterations; NaN if there are none."""
     expert_load: torch.Tensor | None = None
-    """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts]; None if
+    """Number of tokens of each expert, summed over all ranks: int64 [num_layers, num_moe_experts], on the CPU; None if
     not needed."""
     of_ranks: RankFigures = field(default_factory=RankFigures)
     """Compute times and waits of each rank, and the largest memory use of a rank."""

@@ -228,7 +228,7 @@ class Trainer:
         return vote is not None and vote.change_requested and vote.generation == self.context.generation
 
     def teardown(self, *, keeps_engine: bool = False) -> None:
-        """Release users of process groups, except the engine if ``keeps_engine``. Works also if other
+        """Release all objects that use the process groups, except the engine if ``keeps_engine``. Works even if other
         ranks are lost."""
         self.profiler.stop()
         # Snapshots and saves end first, because their copies still read tensors that the engine is about to free.

@@ -102,7 +102,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Read the manifest in ``directory``. If this is impossible, raise CheckpointError with the directory."""
+        """Read the manifest in ``directory``. If it cannot be read, raise a CheckpointError with its path."""
         path = directory / MANIFEST_NAME
         try:
             status = os.lstat(path)
