@@ -47,7 +47,6 @@ class LocalizedReplay:
             again,
             # The new ranks in the place of a lost node get the windows of the node from a peer.
             sent_bytes=facts.snapshot.window_bytes if loss.is_gone and facts.snapshot is not None else 0,
-            replaces_nodes=loss.is_gone,
             lost_operators=loss.missing,
             is_bitwise=True,
             stages=_replaying_stages(loss, facts),

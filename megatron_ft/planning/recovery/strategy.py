@@ -199,22 +199,21 @@ class Cost:
         max_iterations: int | None,
         *,
         sent_bytes: int | None,
-        replaces_nodes: bool,
         **values: Any,
     ) -> "Cost":
         """Return the cost of a recovery in which the remaining ranks continue in their processes.
 
         Args:
             sent_bytes: largest number of bytes that one rank sends or receives; None if the transfers are not planned.
-            replaces_nodes: whether other nodes take the places of lost nodes.
             values: other fields of the cost.
         """
-        num_nodes = len(facts.nodes if replaces_nodes or not loss.is_gone else loss.remaining)
+        num_replaced = _num_replaced(loss, facts)
+        num_nodes = len(facts.nodes if num_replaced or not loss.is_gone else loss.remaining)
         work = RecoveryWork(
             num_ranks=num_nodes * facts.config.launch.ranks_per_node,
             state_bytes=facts.state_bytes,
             restarts_processes=False,
-            num_replaced_nodes=_num_replaced(loss, facts) if replaces_nodes else 0,
+            num_replaced_nodes=num_replaced,
             starts_ranks=not loss.is_gone and facts.has_places,
             sent_bytes=sent_bytes,
             again_iterations=max_iterations,
@@ -253,7 +252,7 @@ class Cost:
             state_bytes=facts.state_bytes,
             restarts_processes=True,
             tries_processes=bool(loss.remaining) and facts.config.may_lose_nodes,
-            num_replaced_nodes=_num_replaced(loss, facts) if loss.is_gone and loss.restart == "all" else 0,
+            num_replaced_nodes=_num_replaced(loss, facts),
             sent_bytes=0,
             again_iterations=max_iterations,
             again_unknown=facts.unmeasured,
@@ -343,6 +342,8 @@ class Cost:
 
 
 def _num_replaced(loss: Loss, facts: RecoveryFacts) -> int:
+    if not loss.is_gone or not facts.can_replace(loss.nodes):
+        return 0
     # On one machine, the processes of several new nodes compete for the same cores.
     return len(loss.nodes) if facts.shares_machine else 1
 

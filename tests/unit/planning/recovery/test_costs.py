@@ -815,7 +815,6 @@ def test_of_strategies_that_keep_all_iterations_the_fastest_serves(monkeypatch: 
                 facts,
                 0,
                 sent_bytes=0,
-                replaces_nodes=False,
                 lost_operators=(),
                 is_bitwise=True,
             )
