@@ -186,17 +186,22 @@ class Run:
 
         path, damaged = newest_valid(self.path / "checkpoints", check)
         notes = [f"{report.path}: skipped: {report.reason}" for report in damaged]
-        persisted = None
+        persisted = persisted_last = None
         if folder := WindowFolder.of_run(self.config, self.path):
             world_size = self.config.launch.num_nodes * self.config.launch.ranks_per_node
             entry, reports = folder.newest(world_size, lambda window: _not_own(identity, window))
-            persisted = None if entry is None else entry.start_iteration
+            if entry is not None:
+                persisted = entry.start_iteration
+                with folder.open(entry, 0) as opened:
+                    persisted_last = persisted + opened.window.num_slices - 1
             notes += [f"{report.path}: skipped: {report.reason}" for report in reports]
         committed = windows_in_memory(self.events)
         stored = Stored(
             iteration=metrics[-1].iteration if metrics else 0,
             memory_start=committed[-1].start_iteration if committed else None,
+            memory_last=committed[-1].start_iteration + committed[-1].num_iterations - 1 if committed else None,
             persisted_start=persisted,
+            persisted_last=persisted_last,
             checkpoint=None if path is None else iteration_of(path),
             placed_from=placed_from(self.events),
         )

@@ -27,8 +27,6 @@ class Rollback:
 
     def cost(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:
         """Compute the cost of the recovery from memory; if it is impossible, from storage."""
-        if reason := _why_not_newest(loss, facts):
-            return Declined(strategy=self.name, reason=reason)
         not_memory = _why_not_memory(loss, facts)
         if not not_memory:
             return self._cost_from("memory", loss, facts)
@@ -61,16 +59,20 @@ class Rollback:
         )
 
 
-def _why_not_newest(loss: Loss, facts: RecoveryFacts) -> str:
-    # Ranks prefer a checkpoint that is at least as new as the end of a window, because it needs no replay.
-    stored, size = loss.stored, None if facts.snapshot is None else facts.snapshot.window_iterations
-    if stored is None or stored.checkpoint is None or size is None:
+def _why_not_newest(medium: Medium, loss: Loss, facts: RecoveryFacts) -> str:
+    # Ranks choose in the same way (``RecoverySource.choose``): a checkpoint needs no replay.
+    stored, start = loss.stored, _start_of(medium, loss)
+    if stored is None or stored.checkpoint is None or start is None:
         return ""
-    starts = [start for start in (stored.memory_start, stored.persisted_start) if start is not None]
-    is_newer = bool(starts) and stored.checkpoint >= max(starts) + size - 1
-    return (
-        f"the checkpoint of iteration {stored.checkpoint} is at least as new as the newest window" if is_newer else ""
-    )
+    if loss.restart is not None and not facts.config.recovery.may_use("checkpoint"):
+        return ""  # ranks that the job restarts by itself ignore checkpoints
+    last = stored.memory_last if medium == "memory" else stored.persisted_last
+    size = None if facts.snapshot is None else facts.snapshot.window_iterations
+    if last is None and size is not None:
+        last = start + size - 1
+    if last is None or stored.checkpoint < last:
+        return ""
+    return f"the checkpoint of iteration {stored.checkpoint} is at least as new as the newest usable window"
 
 
 def _start_of(medium: Medium, loss: Loss) -> int | None:
@@ -102,7 +104,7 @@ def _why_not_memory(loss: Loss, facts: RecoveryFacts) -> str:
         return "recovery.max_restarts=0: the job does not restart its ranks"
     if loss.stored is not None and loss.stored.memory_start is None:
         return "no window has been committed yet"
-    return ""
+    return _why_not_newest("memory", loss, facts)
 
 
 def _why_not_persisted(loss: Loss, facts: RecoveryFacts) -> str:
@@ -112,7 +114,7 @@ def _why_not_persisted(loss: Loss, facts: RecoveryFacts) -> str:
     if loss.restart == "fewer":
         return _OTHER_SIZE
     if is_there:
-        return ""
+        return _why_not_newest("persisted", loss, facts)
     if not facts.config.snapshot.persist_interval_windows:
         return "snapshot.persist_interval_windows=0: a window is written to storage only when the run is asked to stop"
     if loss.stored is not None:

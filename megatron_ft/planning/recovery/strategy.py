@@ -39,6 +39,10 @@ class Stored:
     """Start iteration of the newest committed window in memory."""
     persisted_start: int | None = None
     """Start iteration of the newest complete persisted window."""
+    memory_last: int | None = None
+    """Iteration whose state a replay of the newest window in memory restores; None if it is not recorded."""
+    persisted_last: int | None = None
+    """Iteration whose state a replay of the newest persisted window restores; None if it is not recorded."""
     checkpoint: int | None = None
     """Iteration of the newest complete dense checkpoint."""
     placed_from: int = 0

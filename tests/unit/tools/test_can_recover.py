@@ -194,6 +194,18 @@ def test_checkpoints_and_windows_of_another_run_are_not_promised(living: MadeUpR
     assert len(skipped) == 2 and all("belongs to another run" in note for note in skipped)
 
 
+def test_the_records_of_a_run_state_where_its_newest_windows_end(living: MadeUpRun) -> None:
+    own = RunId.make(living.path, is_older=False).run_id
+    for rank in range(4):
+        window, payload = sample_window(4, rank)
+        window = replace(window, run_id=own, world_size=4)
+        write_window(living.path / "windows", window, [memoryview(part) for part in payload])
+    living.say(WindowCommitted(iteration=7, start_iteration=6, num_iterations=1, stalled_seconds=0.0))
+    stored, notes = can_recover.Run.of(living.path, as_if_running=True).stored()
+    assert not notes and (stored.memory_start, stored.memory_last) == (6, 6)
+    assert (stored.persisted_start, stored.persisted_last) == (4, 4 + window.num_slices - 1) and window.num_slices > 1
+
+
 def test_a_run_without_anything_cannot_recover(living: MadeUpRun, ask: Ask) -> None:
     found = ask(str(living.path), "--lose", "0,1")
     assert (found["code"], found["strategy"]) == (RecoveryError.exit_code, "start_over")

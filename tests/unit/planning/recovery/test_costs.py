@@ -841,3 +841,19 @@ def test_a_checkpoint_that_is_as_new_as_a_window_serves_instead_of_it() -> None:
     cost = cost_of_loss(held, [0], is_gone=False, stored=newer)
     assert (cost.strategy, cost.max_iterations) == ("checkpoint", 4)
     assert "the checkpoint of iteration 36 is at least as new" in cost.declined[-1].reason
+    only = changed(held, recovery={"strategies": ["rollback"]})
+    assert cost_of_loss(only, [0], is_gone=False, stored=newer).strategy == "rollback"
+
+
+def test_recorded_windows_are_compared_with_a_checkpoint_one_by_one() -> None:
+    """The sizes of windows can differ from the configured size, which may not be measured."""
+    held = facts_of(restarting(bandwidth_bytes_per_second=None))
+    assert held.snapshot is not None and held.snapshot.window_iterations is None
+    stored = Stored(iteration=40, memory_start=36, memory_last=36, checkpoint=36)
+    assert cost_of_loss(held, [0], is_gone=False, stored=stored).strategy == "checkpoint"
+    longer = dataclasses.replace(stored, memory_last=37)
+    assert cost_of_loss(held, [0], is_gone=False, stored=longer).strategy == "rollback"
+    # The loss of a node ends the job, and only the older window on storage is left.
+    gone = dataclasses.replace(longer, persisted_start=30, persisted_last=31)
+    assert cost_of_loss(held, [0], stored=gone).strategy == "checkpoint"
+    assert cost_of_loss(held, [0], stored=dataclasses.replace(gone, checkpoint=30)).medium == "persisted"
