@@ -49,6 +49,11 @@ class Witness:
         ends = [line for line in self._events() if line["kind"] == "run_finished"]
         return any(line.get("is_complete", True) for line in ends)
 
+    def has_timed_out(self) -> bool:
+        """Return whether the attempt's events report that only ``training.exit_after_minutes`` requested the stop."""
+        sources = [line["source"] for line in self._events() if line["kind"] == "stop_requested"]
+        return bool(sources) and all(source.startswith("training.exit_after_minutes=") for source in sources)
+
     def _events(self) -> list[Mapping[str, Any]]:
         return _lines(self.run_dir / _EVENTS, self.first_byte)
 
@@ -140,6 +145,7 @@ def _parse(line: Mapping[str, Any]) -> Attempt:
         lost_hosts=tuple(line["lost_hosts"]),
         failed_hosts=tuple(line["failed_hosts"]),
         is_complete=bool(line.get("is_complete", False)),
+        has_timed_out=bool(line.get("has_timed_out", False)),
     )
 
 

@@ -211,6 +211,7 @@ class _BatchJob:
             lost_hosts=witness.lost_hosts(),
             failed_hosts=witness.failed_hosts(),
             is_complete=witness.is_complete(),
+            has_timed_out=witness.has_timed_out(),
         )
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:

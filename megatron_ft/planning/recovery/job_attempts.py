@@ -54,6 +54,8 @@ class Attempt:
     """Host of the first failed rank of each failure; a host may occur several times."""
     is_complete: bool = False
     """Whether the run was complete at the end of the attempt."""
+    has_timed_out: bool = False
+    """Whether ``training.exit_after_minutes`` stopped the attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +85,11 @@ class AttemptPolicy:
             return Verdict(
                 Next.END, f"exit code {last.exit_code}: another attempt would end the same way", is_final=True
             )
-        if last.asked is Asked.TO_END or (last.exit_code == EXIT_INTERRUPTED and last.asked is None):
+        is_stopped = last.exit_code == EXIT_INTERRUPTED and last.asked is None
+        if last.asked is Asked.TO_END or (is_stopped and not last.has_timed_out):
             return Verdict(Next.END, "the run received a signal to end", is_final=True)
-        # The run is not complete, but its configuration may end each job after some iterations.
-        if last.exit_code == EXIT_OK:
+        # The run is not complete, but its configuration may end each job after some iterations or minutes.
+        if last.exit_code == EXIT_OK or is_stopped:
             return Verdict(Next.END, "the job has ended as planned, before the end of the run")
         # Checked before a requeue: a job that always fails at the same place would occupy the cluster without end.
         no_progress = why_hopeless(attempts, self.max_fruitless)

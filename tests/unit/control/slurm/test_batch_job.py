@@ -154,6 +154,19 @@ def test_a_job_that_ends_before_the_run_does_lets_the_next_one_of_its_chain_cont
     assert "before the end of the run" in errors
 
 
+@pytest.mark.parametrize(
+    ("sources", "continues"),
+    [(["training.exit_after_minutes=5"], True), (["training.exit_after_minutes=5", "SIGINT"], False), ([], False)],
+)
+def test_a_job_that_ends_after_the_configured_minutes_lets_the_next_one_continue(
+    play: Play, sources: list[str], continues: bool
+) -> None:
+    requests = [{"kind": "stop_requested", "source": source} for source in sources]
+    code, _ = play.run([{"exit_code": 130, "writes": {"events.jsonl": requests}}], MFT_CHAINED="1")
+    assert code == 130 and play.marker is not None and play.marker["is_final"] != continues
+    assert (not play.calls) == continues, "the waiting jobs of the chain are cancelled"
+
+
 def test_a_console_that_dies_is_followed_by_another_with_what_the_allocation_has_now(play: Play) -> None:
     lost = {"kind": "node_lost", "node": 1, "reason": "silent"}
     acts = [{"exit_code": -9, "writes": {"events.jsonl": [lost], "metrics.jsonl": [loss(4)]}}, {"exit_code": 0}]

@@ -35,6 +35,14 @@ def test_a_planned_end_before_the_end_of_the_run_lets_the_next_job_continue() ->
     assert POLICY.decide([replace(early, asked=Asked.TO_END)], HOSTS).is_final, "the user has ended the run"
 
 
+def test_a_stop_after_the_configured_minutes_lets_the_next_job_continue() -> None:
+    late = replace(FAILED, exit_code=130, has_timed_out=True)
+    verdict = POLICY.decide([late] * 4, HOSTS)
+    assert (verdict.next, verdict.is_final) == (Next.END, False)
+    assert POLICY.decide([replace(late, asked=Asked.TO_END)], HOSTS).is_final, "the user has ended the run"
+    assert POLICY.decide([replace(late, asked=Asked.TO_GO_ON_LATER)], HOSTS).next is Next.REQUEUE
+
+
 @pytest.mark.parametrize("code", sorted(FINAL_EXIT_CODES))
 def test_what_would_fail_alike_is_not_tried_again(code: int) -> None:
     assert POLICY.decide([replace(FAILED, exit_code=code)], HOSTS).next is Next.END
