@@ -92,7 +92,7 @@ class StateCopies:
         group: dist.ProcessGroup,
         former: "StateCopies | None" = None,
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._group = group
         self._clip_grad, self._eps = config.clip_grad, config.adam_eps
         self._betas = config.adam_beta1, config.adam_beta2
@@ -107,7 +107,7 @@ class StateCopies:
         """Dtype of each component of the optimizer state. All parameters have the same components."""
         self._lent = self._lendings(mine, plan, placement)
         # If a rank was replaced by a process in another failure domain, the plan may assign copies to other ranks.
-        is_current = former is not None and former._plan.operators == plan.operators
+        is_current = former is not None and former.plan.operators == plan.operators
         self.kept = self._receive(config, former if is_current else None)
 
     def exchange_gradients(self) -> None:

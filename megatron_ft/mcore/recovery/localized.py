@@ -309,8 +309,7 @@ class KeptLayoutRecovery:
             has_whole_weights=carried is None or carried.has_whole_weights,
             window=None if carried is None else carried.kept,
             holds=() if carried is None else held,
-            has_copies=config.placement.state_copies is None
-            or (carried is not None and engine.state_copies is not None),
+            copy_plan="" if config.placement.state_copies is None else self._copy_plan(),
             placed_from=placed_from,
             has_first_generators=not engine.is_built or engine.first_generators == generators_digest(),
             logged=() if log is None else log.iterations,
@@ -330,6 +329,10 @@ class KeptLayoutRecovery:
         if isinstance(plan, Declined):
             raise RecoveryError(f"generation {context.generation} cannot keep its layout: {plan.summary()}")
         self.plan = plan
+
+    def _copy_plan(self) -> str | None:
+        copies = self._engine.state_copies
+        return None if self._carried is None or copies is None else copies.plan.digest
 
     def _units(
         self, rank: int, placement: PlacementState | None, units: Callable[..., tuple[str, ...]] = units_of

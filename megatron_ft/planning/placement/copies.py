@@ -5,6 +5,7 @@ optimizer state of an operator is cut into one shard for each computing rank, an
 failure domains. The owners are chosen cyclically, so any number of ranks is possible.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,12 @@ class StateCopyPlan:
                 for rank in owners:
                     sums[rank] += operator.shard_bytes(shard)
         return sums
+
+    @property
+    def digest(self) -> str:
+        """Digest of the owners of all shards: plans with equal digests assign copies to the same ranks."""
+        owners = [(operator.layer_number, operator.expert, operator.owners) for operator in self.operators]
+        return hashlib.blake2b(repr(owners).encode(), digest_size=16).hexdigest()
 
     @property
     def num_bytes(self) -> int:

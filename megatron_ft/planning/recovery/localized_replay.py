@@ -119,8 +119,9 @@ class Standing:
     has_first_generators: bool = True
     """Whether no random numbers have been drawn since the rank's model was built. If so, the random number generators
     of a new process in the place of this rank have the same state."""
-    has_copies: bool = True
-    """Whether the rank has all copies that it stores for other ranks (``placement.state_copies``)."""
+    copy_plan: str | None = ""
+    """Digest of the plan by which the rank has made copies of its state, and stores copies of other ranks' state
+    (``placement.state_copies``). None if the rank lacks these copies; empty if the job makes no copies."""
     placed_from: int = 0
     """First iteration that was committed with the present placement of experts. In windows that started before this
     iteration, experts are on the ranks of an older placement."""
@@ -190,8 +191,10 @@ class LocalizedPlan:
 
     def lacks_copies(self, stage: int, standings: Sequence[Standing]) -> bool:
         """Whether ranks of ``stage`` must receive their state copies again. They must if the stage replays (a replay
-        discards the copies), or if a rank of the stage lacks some of its copies."""
-        return self.replays(stage) or not all(found.has_copies for found in standings if found.stage == stage)
+        discards the copies), if a rank of the stage lacks its copies, or if the plans of copies differ."""
+        plans = {found.copy_plan for found in standings if found.stage == stage}
+        # Plans differ if an earlier recovery was interrupted after only some ranks had made copies by a new plan.
+        return self.replays(stage) or None in plans or len(plans) > 1
 
     def neighbours(self, stage: int) -> Mapping[Direction, int]:
         """Return the stages to which ``stage`` sends tensors: the next (``forward``) and previous (``backward``)."""

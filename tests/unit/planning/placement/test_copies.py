@@ -54,6 +54,13 @@ def test_first_owners_compute_and_the_rest_need_not() -> None:
         assert all(len(set(owners)) == 3 for owners in operator.owners)
 
 
+def test_a_digest_names_the_owners_but_not_the_bytes() -> None:
+    plan = place(4, 1, 2, [1, 1, 1, 5])
+    digest = StateCopyPlan.of(plan, 2, expert_bytes=10).digest
+    assert digest == StateCopyPlan.of(plan, 2, expert_bytes=20).digest
+    assert digest != StateCopyPlan.of(plan, 3, expert_bytes=10).digest
+
+
 def test_copies_with_every_holder() -> None:
     plan = place(4, 1, 2, [1, 1, 1, 5])
     owned = StateCopyPlan.of(plan, None, expert_bytes=10, non_expert_bytes=[(0, 7)])

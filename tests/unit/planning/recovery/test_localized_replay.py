@@ -278,8 +278,16 @@ def test_replicas_are_units_of_their_own() -> None:
 
 def test_ranks_that_replayed_or_joined_lack_copies() -> None:
     plan = served({0, 1, 7}, STAGES)
-    standings = [Standing(stage=rank // 2, iteration=TARGET, has_copies=rank != 7) for rank in range(8)]
+    plans = ["a", "a", "a", "a", "b", "b", "b", None]
+    standings = [Standing(stage=rank // 2, iteration=TARGET, copy_plan=found) for rank, found in enumerate(plans)]
     assert [plan.lacks_copies(stage, standings) for stage in range(4)] == [True, False, False, True]
+
+
+def test_ranks_whose_copies_follow_different_plans_make_them_again() -> None:
+    """A recovery was interrupted after rank 3 had made copies by a new plan, and before rank 2 had."""
+    plan = served({0, 1, 7}, STAGES)
+    standings = [Standing(stage=rank // 2, iteration=TARGET, copy_plan="b" if rank == 3 else "a") for rank in range(8)]
+    assert plan.lacks_copies(1, standings) and not plan.lacks_copies(2, standings)
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
