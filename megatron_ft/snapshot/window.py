@@ -155,7 +155,8 @@ class Update:
                     raise CheckpointError(f"update: {name!r} of {piece.parameter!r} must be FP32 and captured now")
         end = max((stop for _, stop in self.ranges(part)), default=0)
         if part.end + end > window_bytes:
-            raise CheckpointError(f"update: gradients of {end} bytes do not fit into the window after the slice")
+            behind = f"behind the slice, which ends at byte {part.end}"
+            raise CheckpointError(f"update: gradients need {end} bytes {behind}, but the window has {window_bytes}")
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""
