@@ -177,9 +177,12 @@ class StateCopies:
             described = offers[position].get(str(self._me))
             if described:
                 received.append(_make_room(owner, described, config, self._format))
-        outgoing = {lent.keeper: [t for m in lent.masters for t in m.parts.values()] for lent in sent}
-        incoming = {kept.owner: [tensor for state in kept.states for tensor in state.values()] for kept in received}
-        exchange_tensors(self._by_rank(outgoing), self._by_rank(incoming), self._group)
+        # One parameter per pair of ranks at a time, because an exchange copies all that it sends and receives.
+        num_rounds = max((len(described) for offer in offers for described in offer.values()), default=0)
+        for row in range(num_rounds):
+            outgoing = {lent.keeper: list(lent.masters[row].parts.values()) for lent in sent if row < len(lent.masters)}
+            incoming = {kept.owner: list(kept.states[row].values()) for kept in received if row < len(kept.states)}
+            exchange_tensors(self._by_rank(outgoing), self._by_rank(incoming), self._group)
         return received if former is None else former.kept
 
     def _by_rank(self, tensors: Mapping[int, Sequence[Any]]) -> list[Sequence[Any]]:
