@@ -29,7 +29,7 @@ import grpc  # type: ignore[import-untyped]
 from megatron_ft.control.certificates import Certificates
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message, decode
-from megatron_ft.reading import means_every_interface
+from megatron_ft.serde import means_every_interface
 
 Method = Callable[[Message], Message | bytes]
 """Function that takes a JSON object, and returns a JSON object or its encoded bytes."""
@@ -210,9 +210,10 @@ class RpcClient:
             # gRPC follows ``http_proxy`` by default; the job's token must not pass through a proxy.
             ("grpc.enable_http_proxy", 0),
             # gRPC waits up to two minutes between tries by default: longer than agents wait for the next controller.
-            ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
+            # gRPC's name for the time that one try may take. A busy machine answers late; a vanished one never does.
+            ("grpc.min_reconnect_backoff_ms", 2000),
             # Pings soon detect a connection that is dead because a machine vanished or the network was interrupted. TCP
             # alone would repeat its packets for minutes, with longer and longer pauses.
             ("grpc.keepalive_time_ms", _PING_SECONDS * 1000),

@@ -9,6 +9,7 @@ from megatron_ft.control.rpc import RpcClient, RpcError, RpcServer, check_interf
 from megatron_ft.errors import ConfigError, ControlError
 from megatron_ft.framing import Message
 from megatron_ft.testing.attacks import crowd, headers_without_body
+from tests.unit.snapshot.server.proxy import proxy
 
 TOKEN = new_token()
 
@@ -41,6 +42,14 @@ def client(server: RpcServer, token: str = TOKEN, service: str = "Test") -> RpcC
 
 def test_a_call_is_answered(server: RpcServer) -> None:
     assert client(server).call("echo", {"value": [1, "ü", None]}, timeout_seconds=5) == {"echo": [1, "ü", None]}
+
+
+def test_a_peer_that_accepts_its_connection_late_is_reached(server: RpcServer) -> None:
+    """On a busy machine, it takes long until the peer sends its first bytes."""
+    with proxy(server.address, lambda _, data: data, accept_after_seconds=0.7) as late:
+        late_client = RpcClient(late.address, "Test", token=TOKEN)
+        assert late_client.call("echo", {"value": 1}, timeout_seconds=30) == {"echo": 1}
+        late_client.close()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Provides a TCP proxy before a snapshot server, in which a test can change, delay or stop bytes."""
+"""Provides a TCP proxy before a server, in which a test can change, delay or stop bytes."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ the connection."""
 
 @dataclass
 class Proxy:
-    """Listens at the address that peers use for the snapshot server."""
+    """Listens at the address that peers use for the server."""
 
     address: str
     target: str
@@ -69,11 +69,12 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def proxy(target: str, disturb: Disturb) -> Iterator[Proxy]:
-    """Run a proxy before ``target`` during the block."""
+def proxy(target: str, disturb: Disturb, *, accept_after_seconds: float = 0.0) -> Iterator[Proxy]:
+    """Run a proxy before ``target`` during the block. It listens at once, and accepts connections later if asked to."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = Proxy(f"127.0.0.1:{listener.getsockname()[1]}", target, disturb)
-        thread = threading.Thread(target=running.serve, args=(listener,), daemon=True)
+        thread = threading.Timer(accept_after_seconds, running.serve, args=(listener,))
+        thread.daemon = True
         thread.start()
         try:
             yield running
