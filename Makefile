@@ -23,7 +23,7 @@ MEGATRON_LOCK := $(MEGATRON:%=requirements/megatron-%.lock)
 # After each lock, because each includes train.lock.
 install_megatron = $(if $(MEGATRON),@echo "installing $(MEGATRON_LOCK)"; $(LOCKED) -r $(MEGATRON_LOCK))
 UV := uv==0.13.9
-STRICT := $(wildcard $(addprefix megatron_ft/,errors.py reading.py topology.py operators.py events.py membership_events.py records.py formatting.py serde.py durable.py framing.py operator_state.py snapshot_events.py failpoints.py expert_loads.py failures corpus config planning)) transformer_engine_ext
+STRICT := $(wildcard $(addprefix megatron_ft/,errors.py topology.py operators.py events.py membership_events.py records.py formatting.py serde.py durable.py framing.py snapshot_events.py failpoints.py expert_loads.py failures corpus config planning)) transformer_engine_ext
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 KERNELS := $(wildcard $(foreach folder,csrc/ csrc/adamw/ csrc/dispatch/,$(addprefix $(folder),*.hpp *.cuh *.cpp *.cu)))
 

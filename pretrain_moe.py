@@ -29,7 +29,7 @@ from megatron_ft.installed import not_installed
 if TYPE_CHECKING:
     import hydra_entry
     from megatron_ft.config.findings import Findings
-    from megatron_ft.config.inputs import JobInputs
+    from megatron_ft.config.membership import JobInputs
     from megatron_ft.control.launchers.torchrun import RankEnvironment
     from megatron_ft.corpus.samples import DataSummary
     from megatron_ft.planning.devices import DeviceChoice, DeviceFacts
@@ -490,7 +490,7 @@ def _inspect(config: JobConfig, facts: "DeviceFacts", found: "Findings", *, may_
     from megatron_ft.config.validate import CHECKS
 
     config = find_errors(config, CHECKS, found)
-    from megatron_ft.config.inputs import JobInputs  # after the checks, so that errors are reported quickly
+    from megatron_ft.config.membership import JobInputs  # after the checks, so that errors are reported quickly
     from megatron_ft.config.validate import on_device, refused_devices
     from megatron_ft.corpus.samples import check_data
     from megatron_ft.doctor.start import check_gpus

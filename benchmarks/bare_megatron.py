@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.data.data_checks import Samples
+from megatron_ft.mcore.data.batches import Samples
 
 CPU = torch.device("cpu")
 

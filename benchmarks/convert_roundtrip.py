@@ -375,7 +375,7 @@ def logits(
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     from megatron_ft.mcore.convert.dense_files import DenseReader
-    from megatron_ft.mcore.model.parameters import unwrap
+    from megatron_ft.mcore.model.transformer_config import unwrap
 
     weights = Path(folder, "weights")
     config = engines.micro_config({**_overrides(DenseReader.open(weights).model()), **overrides}, world_size=world_size)

@@ -258,7 +258,7 @@ class _Bench:
         from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
         from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-        from megatron_ft.mcore.model.parameters import unwrap
+        from megatron_ft.mcore.model.transformer_config import unwrap
 
         engine = self.trainer.engine
         if form not in self.strategies:

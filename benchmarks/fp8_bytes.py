@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import finish, parse_arguments
-from megatron_ft.operator_state import Component, StateShard
-from megatron_ft.operators import OperatorId, operators_of
+from megatron_ft.operators import Component, OperatorId, StateShard, operators_of
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.plan import Piece, window_bytes
 from megatron_ft.planning.snapshot.policy import SnapshotContext

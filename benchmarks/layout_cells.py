@@ -18,8 +18,8 @@ import yaml
 
 from benchmarks.covering import Row, Scalar, covering_array
 from benchmarks.localized_jobs import TRAINING, Layout
-from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import JobInputs
 from megatron_ft.config.requirements import KeyChange
 from megatron_ft.config.validate import on_device, validate
 from megatron_ft.corpus.samples import check_data

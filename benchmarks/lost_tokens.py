@@ -14,8 +14,7 @@ import numpy as np
 from benchmarks import recorded
 from benchmarks.report import finish, parse_arguments
 from benchmarks.source import ROOT
-from megatron_ft.operator_state import Component, StateShard
-from megatron_ft.operators import OperatorId, moe_layers
+from megatron_ft.operators import Component, OperatorId, StateShard, moe_layers
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.expert_choice import Counts, LoadAware, RoundRobin, Sequential, TokenRisk
 from megatron_ft.planning.snapshot.lost_tokens import Rows, TokenLedger

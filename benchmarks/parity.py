@@ -116,7 +116,7 @@ def run_reference(config: JobConfig, rank: Rank) -> list[dict[str, Any]]:
     """Train on one rank from iteration 0 to the end, and save the weights of every iteration beside its checkpoint."""
     import torch
 
-    from megatron_ft.mcore.model.parameters import named_parameters
+    from megatron_ft.mcore.model.transformer_config import named_parameters
 
     trainer, _ = join(config, rank)
     _save_start(trainer, rank)
@@ -160,7 +160,7 @@ def _weight_distance(trainer: Any, path: Path, config: JobConfig) -> dict[str, f
     """Return sums of squares over this rank's tensors: of the difference from the reference, and of the reference."""
     import torch
 
-    from megatron_ft.mcore.model.parameters import named_parameters, own_part
+    from megatron_ft.mcore.model.transformer_config import named_parameters, own_part
 
     expected, squares, scale = torch.load(path, weights_only=True), 0.0, 0.0
     for chunk in trainer.engine.model_chunks:

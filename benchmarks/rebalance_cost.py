@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import finish, parse_arguments
-from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import derive_placement
+from megatron_ft.config.membership import JobInputs, derive_placement
 from megatron_ft.corpus.samples import check_data
 from megatron_ft.mcore.groups import exchange_one
 from megatron_ft.planning.cost.memory import expert_state_bytes

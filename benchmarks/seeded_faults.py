@@ -33,7 +33,7 @@ SUBSYSTEMS: dict[str, tuple[str, ...]] = {
     "records and durable files": ("records.py", "serde.py", "durable.py", "framing.py"),
     "commit vote": ("planning/iteration.py",),
     "token dispatch, planned": ("planning/dispatch.py", "planning/balanced_shares.py"),
-    "token dispatch, executed": ("runtime/dispatch/re*.py", "runtime/dispatch/rows.py", "runtime/dispatch/exchange.py"),
+    "token dispatch, executed": ("runtime/dispatch/re*.py", "runtime/dispatch/rows.py"),
     "replica counts and placement": ("planning/placement/al*.py", "planning/placement/m*_overlap.py"),
     "placement search": ("planning/placement/overlap_search.py", "planning/placement/copies.py"),
     "survival": ("planning/placement/survival.py",),

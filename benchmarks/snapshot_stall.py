@@ -131,7 +131,7 @@ class _Bench:
     def _dense_state(self) -> dict[str, Any]:
         """Return the live tensors, by name, of everything that this rank captures in a window of one slice."""
         from megatron_ft.mcore.state.operator_view import OperatorView
-        from megatron_ft.planning.snapshot.report import dense_plan
+        from megatron_ft.planning.snapshot.plan import WindowPlan
 
         view = OperatorView(
             self.engine.model_chunks,
@@ -139,7 +139,7 @@ class _Bench:
             groups=self.groups,
             num_layers=self.trainer.config.model.num_layers,
         )
-        pieces = view.pieces(dense_plan(view.shards), 0)
+        pieces = view.pieces(WindowPlan.dense(view.shards), 0)
         return {
             f"rank{view.rank}/{piece.parameter}/{piece.tensor_part}/{piece.start}/{piece.component}": view.source(piece)
             for piece in pieces

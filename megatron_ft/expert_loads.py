@@ -18,8 +18,7 @@ import numpy.typing as npt
 from numpy.lib import format as npformat
 
 from megatron_ft.errors import DataError
-from megatron_ft.reading import read_bytes, reading
-from megatron_ft.serde import parse_json
+from megatron_ft.serde import parse_json, read_bytes, reading
 
 SUFFIXES = (".json", ".npz", ".npy", ".csv")
 CSV_FIELDS = ("batch_id", "stage", "router_layer_index", "expert_id", "assigned_tokens", "total_tokens")

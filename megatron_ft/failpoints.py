@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_ft.errors import ConfigError
 from megatron_ft.events import FailpointHit
-from megatron_ft.reading import parse_call
+from megatron_ft.serde import parse_call
 
 ITERATION_PHASES = (
     "data",

@@ -22,9 +22,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ft.config.identity import JobIdentity
-from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import derive_placement
+from megatron_ft.config.membership import JobInputs, derive_placement
 from megatron_ft.config.moved import with_present_keys
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import on_device, refused_devices

@@ -27,8 +27,9 @@ class TelemetryConfig:
     log_interval_iterations: int = 1
     """Number of iterations between two reports of metrics."""
     peak_tflops: float | None = None
-    """Peak rate in TFLOP/s of one GPU, or of one rank on CPUs, for the metric ``mfu``. null: ``planning/cost/flops.py``
-    gives the rate if it lists the GPU. Without a known rate, ``mfu`` is not reported, and a note is printed."""
+    """Peak rate in TFLOP/s of one GPU, or of one rank on CPUs, for the metric ``mfu``. null: the
+    rate that ``mcore/training/reporting.py`` lists for the GPU. Without a known rate, ``mfu`` is not reported, and a
+    note is printed."""
     profile_first_iteration: int | None = None
     """First iteration that ``torch.profiler`` records; null records no profile."""
     profile_iterations: int = 3

@@ -15,8 +15,7 @@ import numpy as np
 
 from megatron_ft.config.job import DataConfig
 from megatron_ft.errors import ConfigError, DataError
-from megatron_ft.reading import read_bytes, reading
-from megatron_ft.serde import parse_json
+from megatron_ft.serde import parse_json, read_bytes, reading
 
 MAX_BYTES = 1 << 30
 """Largest size of a vocabulary file in bytes."""

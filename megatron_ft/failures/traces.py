@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.failures.schedule import FailureSchedule, MembershipEvent
-from megatron_ft.reading import read_bytes
+from megatron_ft.serde import read_bytes
 
 _MOST_BYTES = 64 * 1024 * 1024
 _ROW = re.compile(r"([0-9]{1,15}),(add|remove),([A-Za-z0-9._-]{1,64})")

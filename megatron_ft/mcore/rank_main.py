@@ -85,7 +85,7 @@ def run_rank(config: JobConfig, context: RankContext) -> bool:
         MegatronFtError: the rank failed. The caller ends the process with the ``exit_code`` of the error.
     """
     device, transformer_impl = prepare(config, context)
-    from megatron_ft.mcore.data.data_checks import check_run_data
+    from megatron_ft.mcore.data.batches import check_run_data
     from megatron_ft.mcore.recovery.coordinator import Coordinator
     from megatron_ft.mcore.recovery.replicas import ElasticTrainer
 

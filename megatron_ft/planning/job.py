@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.findings import Findings
-from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig, LimitsConfig
-from megatron_ft.config.membership import derive_placement
+from megatron_ft.config.membership import JobInputs, derive_placement
 from megatron_ft.config.model import PrecisionConfig
 from megatron_ft.config.validate import on_device
 from megatron_ft.corpus.samples import DataSummary
@@ -33,6 +31,7 @@ from megatron_ft.planning.recovery.prebuild import (
     most_parts,
 )
 from megatron_ft.planning.recovery.strategy import Cost
+from megatron_ft.planning.snapshot.memory import within_limit
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.trace import RoutingTrace

@@ -9,11 +9,11 @@ The estimate uses the shape and type of the tensors that Megatron sends between 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.job import JobConfig
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE
 from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.pipeline import PipelineShape, sends
+from megatron_ft.planning.snapshot.memory import within_limit
 from megatron_ft.planning.snapshot.report import SnapshotReport
 from megatron_ft.topology import Topology
 

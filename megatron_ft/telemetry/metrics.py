@@ -48,8 +48,8 @@ _ALL = (
     _Metric(
         "tflops_per_gpu",
         "TFLOP/s",
-        "Floating-point operations of the model's products (`planning/cost/flops.py`) per second and GPU, or rank on "
-        "CPUs. Recomputation and padding do not count.",
+        "Floating-point operations of the model's products (`mcore/training/reporting.py`) per second and GPU, or "
+        "rank on CPUs. Recomputation and padding do not count.",
         is_timed=True,
     ),
     _Metric(

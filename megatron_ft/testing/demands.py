@@ -5,8 +5,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from megatron_ft.operator_state import Component, StateShard
-from megatron_ft.operators import OperatorId
+from megatron_ft.operators import Component, OperatorId, StateShard
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.policy import SnapshotContext
 

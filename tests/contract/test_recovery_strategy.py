@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 import megatron_ft.config.checks.recovery
 import megatron_ft.planning.recovery.costs
-from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import derive_placement
+from megatron_ft.config.membership import JobInputs, derive_placement
 from megatron_ft.config.requirements import REQUIREMENTS, Requirement, value_of
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.config.validate import validate

@@ -14,8 +14,7 @@ import yaml
 
 from megatron_ft.config.serialize import build_policy
 from megatron_ft.formatting import counted, every
-from megatron_ft.operator_state import StateShard
-from megatron_ft.operators import OperatorId
+from megatron_ft.operators import OperatorId, StateShard
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.dense import DenseInterval, GeminiStyle, OverheadBounded
 from megatron_ft.planning.snapshot.orders import BackToFront, CapacityAware, LayerOrder

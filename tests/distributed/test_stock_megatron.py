@@ -17,7 +17,7 @@ import torch
 import pretrain_moe
 from megatron_ft.corpus.samples import resolve_vocab_size
 from megatron_ft.mcore.convert.dense_files import DenseReader
-from megatron_ft.mcore.data.data_checks import open_samples
+from megatron_ft.mcore.data.batches import open_samples
 from megatron_ft.testing.jobs import JobResult, run_job
 from tests.helpers.sharing import chosen, runs_extended
 from tools import convert_checkpoint, inspect_checkpoint

@@ -56,7 +56,7 @@ def stored_tensors(chunks) -> dict[str, tuple[int, ...]]:  # type: ignore[no-unt
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    from megatron_ft.mcore.model.parameters import unwrap
+    from megatron_ft.mcore.model.transformer_config import unwrap
     from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA
 
     metadata = {**SHARDING_METADATA, "singleton_local_shards": True, "non_homogeneous_layers": True}

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ft.mcore.moe.replica_layer import ExchangeCounter, gather_counts, return_rows, send_rows
 from megatron_ft.runtime.dispatch.backend import open_backend
-from megatron_ft.runtime.dispatch.exchange import ExchangeCounter, gather_counts, return_rows, send_rows
 from megatron_ft.testing.routing import make_routing
 
 HIDDEN = 16

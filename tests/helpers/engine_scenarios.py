@@ -14,11 +14,10 @@ import xxhash
 
 from megatron_ft.events import Record
 from megatron_ft.mcore.groups import Collectives, Groups, dissolve_groups
-from megatron_ft.mcore.model.parameters import named_parameters, unwrap
+from megatron_ft.mcore.model.transformer_config import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.adamw import grad_scalers
 from megatron_ft.mcore.snapshot.snapshotter import Snapshotter
-from megatron_ft.mcore.training.reporting import iteration_records
-from megatron_ft.planning.cost.flops import Throughput
+from megatron_ft.mcore.training.reporting import Throughput, iteration_records
 from megatron_ft.planning.snapshot.memory import PeerAssignment
 from megatron_ft.runtime.transport import abort
 from megatron_ft.runtime.transport.handles import handles

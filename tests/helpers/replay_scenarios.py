@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.optimizer.adamw import masters
-from megatron_ft.mcore.snapshot.local_window import Replayer, _CapturedSlice, carry_out
+from megatron_ft.mcore.snapshot.local_window import Replayer, ReplayPlan, _CapturedSlice, carry_out
 from megatron_ft.mcore.state.operator_view import OperatorView
 from megatron_ft.mcore.state.train_state import _encode
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.planning.iteration import History, Vote
-from megatron_ft.planning.recovery.replay import ReplayPlan
 from megatron_ft.planning.snapshot.plan import Piece, Unit, WindowPlan, slice_bytes
 from megatron_ft.testing import engines
 from tests.helpers.replica_scenarios import config_of, job_of

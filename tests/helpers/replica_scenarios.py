@@ -15,7 +15,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import derive_placement
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
-from megatron_ft.mcore.model.parameters import named_parameters
+from megatron_ft.mcore.model.transformer_config import named_parameters
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager
 from megatron_ft.mcore.moe.router import routers
 from megatron_ft.mcore.optimizer.adamw import grad_scalers

@@ -10,7 +10,7 @@ def volatile_state(engine: Any) -> dict[str, str]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     from megatron_ft.mcore import versions
-    from megatron_ft.mcore.model.parameters import unwrap
+    from megatron_ft.mcore.model.transformer_config import unwrap
     from megatron_ft.mcore.moe.router import routers
     from megatron_ft.mcore.optimizer.adamw import _parts
 

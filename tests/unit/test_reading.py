@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ft.errors import CheckpointError, ConfigError, DataError
-from megatron_ft.reading import means_every_interface, read_bytes, reading
+from megatron_ft.serde import means_every_interface, read_bytes, reading
 
 PanicException = type("PanicException", (BaseException,), {})
 

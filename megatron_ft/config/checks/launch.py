@@ -8,7 +8,7 @@ from megatron_ft.config.checks.primitives import above, at_least, one_of, requir
 from megatron_ft.config.job import DetectorConfig, JobConfig, RunConfig
 from megatron_ft.config.requirements import value_of
 from megatron_ft.config.telemetry import TelemetryConfig
-from megatron_ft.reading import means_every_interface
+from megatron_ft.serde import means_every_interface
 
 # The name of a run is the name of its folder. Without separators and a leading dot, the folder is inside ``run.dir``.
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron_ft.config.serialize import close_matches
 from megatron_ft.errors import ConfigError
-from megatron_ft.formatting import memory_size
 
 
 def require(condition: bool, key: str, value: object, constraint: str) -> None:
@@ -42,17 +41,6 @@ def one_of(choices: Iterable[str], key: str, value: str | None) -> None:
 def divides(divisor: int, key: str, value: int, of_what: str) -> None:
     """Check that ``value`` is a multiple of ``divisor``. ``of_what`` is the divisor's name in the error message."""
     require(value % divisor == 0, key, value, f"must be a multiple of {of_what}={divisor}")
-
-
-def within_limit(limit: int | None, key: str, needed: int, advice: str) -> None:
-    """Check that ``needed`` bytes do not exceed ``limit`` bytes. ``limit`` is the value of ``key``; None: no limit.
-    The error message ends with ``advice``: what uses the memory, and how to use less."""
-    text = (
-        ""
-        if limit is None
-        else f"must be at least {needed} ({memory_size(needed)} instead of {memory_size(limit)}), {advice}"
-    )
-    require(limit is None or needed <= limit, key, limit, text)
 
 
 def finite_numbers(group: str, values: Any) -> None:

@@ -49,7 +49,7 @@ from megatron_ft.mcore.checkpoint.state import (
     with_histories,
 )
 from megatron_ft.mcore.groups import Collectives
-from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.mcore.model.transformer_config import unwrap
 from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA
 from megatron_ft.planning.retention import RetentionPolicy

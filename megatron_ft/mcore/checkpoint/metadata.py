@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.reading import read_bytes
+from megatron_ft.serde import read_bytes
 
 METADATA_NAME = ".metadata"
 COMMON_NAME = "common.pt"

@@ -23,7 +23,7 @@ from megatron_ft.errors import CheckpointError
 from megatron_ft.formatting import unlike_tensors
 from megatron_ft.mcore.checkpoint.files import RANK_STATE_KEY, SavedTensors
 from megatron_ft.mcore.checkpoint.metadata import load_metadata, read_common
-from megatron_ft.mcore.model.parameters import named_parameters, unwrap
+from megatron_ft.mcore.model.transformer_config import named_parameters, unwrap
 from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.adamw import SHARDING_METADATA, split_shards
 from megatron_ft.mcore.state.train_state import TrainState, restore_rng

@@ -29,7 +29,7 @@ from megatron_ft.mcore.convert.weights import (
     weights_manifest,
     write_weights,
 )
-from megatron_ft.mcore.model.parameters import draw, generator_for
+from megatron_ft.mcore.model.transformer_config import draw, generator_for
 from megatron_ft.snapshot.storage.manifest import Manifest
 
 _MLP, _NORM = ".mlp.", ".layer_norm_"

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ft.config.identity import JobIdentity, settings_of
-from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import derive_placement
+from megatron_ft.config.membership import JobInputs, derive_placement
 from megatron_ft.config.validate import on_device
 from megatron_ft.control.rundir import CONFIG_NAME, RunId, read_run_config
 from megatron_ft.corpus.samples import resolve_vocab_size

@@ -23,7 +23,7 @@ from megatron_ft.config.job import JobConfig, PrecisionConfig
 from megatron_ft.mcore import versions
 from megatron_ft.mcore.model.fp8_layers import add_histories, use_fp8
 from megatron_ft.mcore.model.latent_attention import use_latent_attention
-from megatron_ft.mcore.model.parameters import initialize_weights
+from megatron_ft.mcore.model.transformer_config import initialize_weights
 from megatron_ft.mcore.moe.replica_layer import MixtureLayer, ReplicaMixtureLayer, Replicas
 from megatron_ft.mcore.moe.router import PaddingAwareRouter
 

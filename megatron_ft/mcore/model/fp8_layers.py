@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_ft.config.job import PrecisionConfig
 from megatron_ft.errors import ConfigError
-from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.mcore.model.transformer_config import unwrap
 from megatron_ft.mcore.versions import submodules_of
 from transformer_engine_ext.linear import LinearScalers, linear
 from transformer_engine_ext.providers import Provider, ProviderError, provider_for

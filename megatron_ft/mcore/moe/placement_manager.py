@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_ft.config.inputs import JobInputs, read_first_loads, read_schedule
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import JobInputs, read_first_loads, read_schedule
 from megatron_ft.config.placement import PlacementConfig
 from megatron_ft.durable import fsync_folder, replace_file
 from megatron_ft.mcore.device.install import resolve_device

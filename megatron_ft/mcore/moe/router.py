@@ -21,10 +21,10 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ft.config.inputs import read_trace
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import read_trace
 from megatron_ft.mcore import versions
-from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.mcore.model.transformer_config import unwrap
 from megatron_ft.planning.iteration import microbatch_position
 from megatron_ft.planning.trace import RoutingTrace, expert_token_counts, forced_experts
 

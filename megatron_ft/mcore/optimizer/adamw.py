@@ -20,8 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft.config.job import JobConfig
-from megatron_ft.mcore.model.parameters import named_parameters
-from megatron_ft.mcore.model.transformer_config import DTYPES
+from megatron_ft.mcore.model.transformer_config import DTYPES, named_parameters
 from megatron_ft.mcore.optimizer import scaled
 from megatron_ft.mcore.optimizer.scaled import ScaledDistributedOptimizer, ScaledOptimizer, StateFormat
 from megatron_ft.mcore.optimizer.stored_ranges import install_ranges, own_ranges

@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.errors import ConfigError
-from megatron_ft.mcore.model.parameters import named_parameters, tensor_part
+from megatron_ft.mcore.model.transformer_config import named_parameters, tensor_part
 from megatron_ft.runtime.dispatch import extension
 from transformer_engine_ext.adamw import REFERENCE, Backend, compute_weights
 from transformer_engine_ext.codec import from_parts

@@ -17,7 +17,7 @@ from megatron_ft.mcore.optimizer import adamw
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.state.tensors import distinct_state, expert_of
 from megatron_ft.mcore.training.engine import TrainingEngine
-from megatron_ft.operator_state import operator_of
+from megatron_ft.operators import operator_of
 from megatron_ft.planning.recovery.localized_replay import (
     LocalizedPlan,
     Standing,

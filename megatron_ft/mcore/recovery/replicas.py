@@ -18,7 +18,7 @@ from megatron_ft import failpoints
 from megatron_ft.config.membership import MembershipChange, config_of
 from megatron_ft.errors import RecoveryError
 from megatron_ft.events import CheckpointFailed, MembershipChanged, RecoveryStarted
-from megatron_ft.mcore.data.data_checks import check_newcomers_data, note_run_data
+from megatron_ft.mcore.data.batches import check_newcomers_data, note_run_data
 from megatron_ft.mcore.groups import Collectives, Groups, dissolve_groups, open_store
 from megatron_ft.mcore.moe.placement_manager import PlacementManager, PlacementState
 from megatron_ft.mcore.optimizer.adamw import set_position

@@ -15,7 +15,7 @@ from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.groups import Collectives
 from megatron_ft.mcore.snapshot.local_window import AT_RISK, EXTRAS, LocalWindow
 from megatron_ft.mcore.state.train_state import TrainState
-from megatron_ft.operator_state import operator_of
+from megatron_ft.operators import operator_of
 from megatron_ft.planning.snapshot.lost_tokens import Rows
 from megatron_ft.snapshot.window import Slice, Window
 

@@ -28,12 +28,11 @@ from megatron_ft.planning.iteration import Vote, WindowReport
 from megatron_ft.planning.recovery.sources import StoredWindow
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.lost_tokens import TokenLedger
-from megatron_ft.planning.snapshot.memory import PeerAssignment, WindowBuffers, buffer_bytes, host_bytes
+from megatron_ft.planning.snapshot.memory import PeerAssignment, WindowBuffers, buffer_bytes, check_limit, host_bytes
 from megatron_ft.planning.snapshot.partial_experts import expert_policy, planned_tokens, stores_fewer_experts
 from megatron_ft.planning.snapshot.partial_windows import PartialWindows
 from megatron_ft.planning.snapshot.plan import Activations, WindowKey, WindowPlan, window_bytes, window_bytes_by_rank
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy, replan, why_outdated
-from megatron_ft.planning.snapshot.report import check_limit, whole_plan
 from megatron_ft.snapshot.capture.capture import (
     CaptureFigures,
     Header,
@@ -229,7 +228,7 @@ class Snapshotter:
         opened, memory, iteration = self._opened, self._memory, self._engine.iteration
         assert opened is not None and memory is not None, "call ``resume`` before ``capture_whole``"
         shards, partial = opened.view.shards, opened.partial
-        whole = whole_plan(opened.view.shards_by_rank, opened.plan.interval_iterations)
+        whole = WindowPlan.whole(opened.view.shards_by_rank, opened.plan.interval_iterations)
         # Use the slice layout of planned windows, because later windows copy experts from this window.
         if partial is not None:
             whole = replace(opened.plan, partial=None, reason=whole.reason)

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.groups import Collectives, Groups, exchange_tensors
-from megatron_ft.mcore.model.parameters import named_parameters, tensor_part
+from megatron_ft.mcore.model.transformer_config import named_parameters, tensor_part
 from megatron_ft.mcore.optimizer.adamw import (
     MASTER,
     STEP,
@@ -29,7 +29,7 @@ from megatron_ft.mcore.optimizer.adamw import (
     weight_of,
 )
 from megatron_ft.mcore.optimizer.scaled import has_fp8_values, quantized
-from megatron_ft.operator_state import (
+from megatron_ft.operators import (
     SCALE_BLOCK_ELEMENTS,
     Component,
     StateShard,

@@ -19,7 +19,7 @@ from megatron_ft.mcore.groups import Collectives, Groups, exchange_tensors
 from megatron_ft.mcore.optimizer.adamw import MASTER, STEP, masters, refresh_weights
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
 from megatron_ft.mcore.state.tensors import NamedState, is_non_expert
-from megatron_ft.operator_state import SCALE_BLOCK_ELEMENTS, operator_of
+from megatron_ft.operators import SCALE_BLOCK_ELEMENTS, operator_of
 from megatron_ft.planning.state.declined import Declined
 from megatron_ft.planning.state.holdings import Holding, Holdings, Medium, Need, Needs
 from megatron_ft.planning.state.tensors import StateTensor, TensorIndex

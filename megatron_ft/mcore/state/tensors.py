@@ -8,7 +8,7 @@ import xxhash
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron_ft.mcore.groups import exchange_one, exchange_tensors, wait_for_all
-from megatron_ft.mcore.model.parameters import named_parameters, unwrap
+from megatron_ft.mcore.model.transformer_config import named_parameters, unwrap
 from megatron_ft.mcore.optimizer.adamw import allocate_state, masters_of, state_tensors, sub_optimizers
 from megatron_ft.planning.placement.migration import Replacement, Step, Transfer
 from transformer_engine_ext.optimizer import ScaledAdamW

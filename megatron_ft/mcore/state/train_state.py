@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.mcore.model.transformer_config import unwrap
 from megatron_ft.mcore.optimizer.adamw import grad_scalers, sub_optimizers
 from megatron_ft.planning.iteration import Decision, History, RankFigures, Vote
 

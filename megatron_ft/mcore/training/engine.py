@@ -19,7 +19,7 @@ from megatron_ft.mcore.data.batches import (
     BatchReader,
     DocumentRules,
     Microbatch,
-    Samples,
+    SampleSource,
     forward_step,
     plan_batches,
 )
@@ -81,7 +81,7 @@ class TrainingEngine:
         device: torch.device,
         transformer_impl: str,
         vocab_size: int,
-        samples: Mapping[str, Samples],
+        samples: Mapping[str, SampleSource],
         stop_requested: Callable[[], bool] = lambda: False,
         change_requested: Callable[[], bool] = lambda: False,
         wants_load: Callable[[int], bool] = lambda _: False,

@@ -18,7 +18,7 @@ from megatron_ft.errors import TrainingStopped
 from megatron_ft.events import IterationSkipped, LossSpike, RanksReady, Record, SnapshotProblem, StateDigest
 from megatron_ft.mcore.checkpoint.manager import CheckpointManager
 from megatron_ft.mcore.checkpoint.state import DenseState
-from megatron_ft.mcore.data.data_checks import check_known_data, check_same_data, job_identity, open_splits
+from megatron_ft.mcore.data.batches import check_known_data, check_same_data, job_identity, open_splits
 from megatron_ft.mcore.groups import Collectives, Groups
 from megatron_ft.mcore.moe.placement_manager import Change, PlacementManager, PreviousPlacement
 from megatron_ft.mcore.optimizer.state_copies import StateCopies
@@ -33,6 +33,7 @@ from megatron_ft.mcore.state.train_state import IterationResult
 from megatron_ft.mcore.training.engine import TrainingEngine
 from megatron_ft.mcore.training.reporting import (
     ProfilerWindow,
+    Throughput,
     device_name,
     evaluation_record,
     expert_load_record,
@@ -40,7 +41,6 @@ from megatron_ft.mcore.training.reporting import (
     placement_record,
     run_started,
 )
-from megatron_ft.planning.cost.flops import Throughput
 from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.planning.placement.report import plan_shard_copies
 from megatron_ft.planning.recovery.sources import StoredWindow

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.model import ModelConfig
-from megatron_ft.operator_state import SCALE_BLOCK_ELEMENTS
-from megatron_ft.operators import Operator, head_channels, is_moe_layer, operators_of
+from megatron_ft.operators import SCALE_BLOCK_ELEMENTS, Operator, head_channels, is_moe_layer, operators_of
 from megatron_ft.topology import Topology
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import JobInputs
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, expert_state_bytes, optimizer_bytes

@@ -6,8 +6,8 @@ The dry run and every rank call the same functions, so that ranks use the placem
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ft.config.inputs import JobInputs, ScheduledPlacement
 from megatron_ft.config.job import JobConfig
+from megatron_ft.config.membership import JobInputs, ScheduledPlacement
 from megatron_ft.config.serialize import build_policy
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.operators import is_moe_layer

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
-from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import config_of
+from megatron_ft.config.membership import JobInputs, config_of
 from megatron_ft.planning.placement.layout import Holdings
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.planning.placement.stage import StageRequest, algorithm_of

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import derive_placement
+from megatron_ft.config.membership import JobInputs, derive_placement
 from megatron_ft.config.requirements import KEPT_LAYOUT, LIVING_PLACES, REQUIREMENTS, KeyChange, Requirement
 from megatron_ft.config.validate import validate
 from megatron_ft.errors import ConfigError

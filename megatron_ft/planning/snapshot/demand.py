@@ -7,8 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ft.operator_state import SCALE_BLOCK_ELEMENTS, Component, StateShard
-from megatron_ft.operators import OperatorId
+from megatron_ft.operators import SCALE_BLOCK_ELEMENTS, Component, OperatorId, StateShard
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 
 Matrix = npt.NDArray[np.int64]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from megatron_ft.errors import ConfigError
+from megatron_ft.formatting import memory_size
 from megatron_ft.planning.iteration import WindowReport
 
 
@@ -362,3 +363,22 @@ def buffer_bytes(window_bytes: int, *, plans_again: bool) -> int:
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
+    """Check that windows and copies need at most ``snapshot.host_memory_limit_bytes``. Raises ConfigError otherwise."""
+    within_limit(
+        limit_bytes,
+        "snapshot.host_memory_limit_bytes",
+        needed_bytes,
+        "the memory of windows and peer copies on the node that needs most memory for them; lower "
+        "snapshot.num_peer_copies, spread the model over more nodes, or choose snapshot=none",
+    )
+
+
+def within_limit(limit: int | None, key: str, needed: int, advice: str) -> None:
+    """Check that ``needed`` bytes do not exceed ``limit`` bytes. ``limit`` is the value of ``key``; None: no limit.
+    The error message ends with ``advice``: what uses the memory, and how to use less."""
+    if limit is not None and needed > limit:
+        sizes = f"{memory_size(needed)} instead of {memory_size(limit)}"
+        raise ConfigError.of(key, limit, f"must be at least {needed} ({sizes}), {advice}")

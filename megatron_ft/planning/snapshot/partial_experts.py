@@ -15,8 +15,7 @@ from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import build_policy
 from megatron_ft.errors import ConfigError
 from megatron_ft.formatting import counted
-from megatron_ft.operator_state import Component
-from megatron_ft.operators import moe_layers
+from megatron_ft.operators import Component, moe_layers
 from megatron_ft.planning.snapshot.demand import Demand, Matrix
 from megatron_ft.planning.snapshot.expert_choice import (
     Counts,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ft.operator_state import operator_of
+from megatron_ft.operators import operator_of
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.expert_choice import Counts
 from megatron_ft.planning.snapshot.lost_tokens import Rows, TokenLedger, mean_share

@@ -4,13 +4,12 @@
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_ft.config.model import ModelConfig
 from megatron_ft.formatting import counted, every
-from megatron_ft.operator_state import SCALE_BLOCK_ELEMENTS, Component, StateShard
-from megatron_ft.operators import OperatorId, moe_layers
+from megatron_ft.operators import SCALE_BLOCK_ELEMENTS, Component, OperatorId, StateShard, moe_layers
 
 # A restore uses each piece in place as a tensor of its dtype, so the address of the piece must be aligned.
 PIECE_ALIGNMENT_BYTES = 64
@@ -164,6 +163,19 @@ class WindowPlan:
     """Inputs from which the plan was made; None for a plan that was not made by a policy."""
     partial: PartialPlan | None = None
     """State that windows leave out; None if every window captures everything."""
+
+    @classmethod
+    def whole(cls, shards_by_rank: Sequence[tuple[StateShard, ...]], interval_iterations: int) -> "WindowPlan":
+        """Return a plan that captures the whole state of the job in one slice."""
+        plan = cls.dense(tuple(shard for shards in shards_by_rank for shard in shards))
+        reason = "whole state in one slice, after a recovery"
+        return replace(plan, interval_iterations=interval_iterations, reason=reason)
+
+    @classmethod
+    def dense(cls, shards: tuple[StateShard, ...]) -> "WindowPlan":
+        """Return a plan that captures the whole state of ``shards`` in one slice."""
+        operators = sorted({shard.operator for shard in shards}, key=str)
+        return cls(slices=(tuple(Unit(operator=operator) for operator in operators),), interval_iterations=1)
 
     @property
     def num_iterations(self) -> int:

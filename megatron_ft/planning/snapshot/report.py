@@ -4,17 +4,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_ft.config.checks.primitives import within_limit
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.model import PrecisionConfig
 from megatron_ft.config.serialize import build_policy
-from megatron_ft.operator_state import Component, StateShard
-from megatron_ft.operators import Operator, operators_of
+from megatron_ft.operators import Component, Operator, StateShard, operators_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, FP32_BYTES, STATE_DTYPES
 from megatron_ft.planning.snapshot.demand import Demand
-from megatron_ft.planning.snapshot.memory import NodeMemory, PeerAssignment, host_bytes
+from megatron_ft.planning.snapshot.memory import NodeMemory, PeerAssignment, check_limit, host_bytes
 from megatron_ft.planning.snapshot.partial_experts import ExpertBytes, ExpertPolicy
-from megatron_ft.planning.snapshot.plan import Unit, WindowPlan, batch_bytes, window_bytes_by_rank
+from megatron_ft.planning.snapshot.plan import WindowPlan, batch_bytes, window_bytes_by_rank
 from megatron_ft.planning.snapshot.policy import SnapshotContext, SnapshotPolicy
 from megatron_ft.topology import Topology
 
@@ -259,7 +257,7 @@ class SnapshotReport:
         # The demand is estimated from parameter counts. The policy then plans with it in the same way as on the ranks.
         demand = estimate_demand(config, topology, tokenizer_vocab_size)
         policy: SnapshotPolicy = build_policy("snapshot.policy", snapshot.policy)
-        dense = dense_plan(tuple(shard for shards in demand.shards_by_rank for shard in shards))
+        dense = WindowPlan.dense(tuple(shard for shards in demand.shards_by_rank for shard in shards))
         plan, is_known = dense, False
         if snapshot.bandwidth_bytes_per_second is not None and snapshot.iteration_seconds is not None:
             context = SnapshotContext(
@@ -319,29 +317,3 @@ def _restore_bytes(topology: Topology, dense_bytes: int) -> int:
     # part of each batch to all ranks that have the same tensors.
     num_equal = topology.data_parallel_size * topology.context_parallel_size
     return 2 * num_equal * batch_bytes(dense_bytes)
-
-
-def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
-    """Check that windows and copies need at most ``snapshot.host_memory_limit_bytes``. Raises ConfigError otherwise."""
-    within_limit(
-        limit_bytes,
-        "snapshot.host_memory_limit_bytes",
-        needed_bytes,
-        "the memory of windows and peer copies on the node that needs most memory for them; lower "
-        "snapshot.num_peer_copies, spread the model over more nodes, or choose snapshot=none",
-    )
-
-
-def whole_plan(shards_by_rank: Sequence[tuple[StateShard, ...]], interval_iterations: int) -> WindowPlan:
-    """Return a plan that captures the whole state of the job in one slice."""
-    operators = sorted({shard.operator for shards in shards_by_rank for shard in shards}, key=str)
-    units = tuple(Unit(operator=operator) for operator in operators)
-    return WindowPlan(
-        slices=(units,), interval_iterations=interval_iterations, reason="whole state in one slice, after a recovery"
-    )
-
-
-def dense_plan(shards: tuple[StateShard, ...]) -> WindowPlan:
-    """Return a plan that captures the whole state of ``shards`` in one slice."""
-    operators = sorted({shard.operator for shard in shards}, key=str)
-    return WindowPlan(slices=(tuple(Unit(operator=operator) for operator in operators),), interval_iterations=1)

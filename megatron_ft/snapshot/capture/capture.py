@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_ft.operator_state import StateShard
+from megatron_ft.operators import StateShard
 from megatron_ft.planning.snapshot.plan import Piece, WindowPlan, slice_bytes
 from megatron_ft.snapshot.capture.idle_gate import CHUNK_BYTES, CopyTimes, IdleGate
 from megatron_ft.snapshot.server.client import Arena, KeeperClient

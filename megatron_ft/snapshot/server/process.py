@@ -1,7 +1,7 @@
 """Process of a node's snapshot server, which serves ranks of its node and snapshot servers of other nodes.
 
 The main thread only accepts connections. Each connection, each peer, hashing, and writing to storage have threads of
-their own. ``lifeline.py`` decides when the process ends.
+their own. ``Lifeline`` in ``wire.py`` decides when the process ends.
 """
 
 import contextlib
@@ -23,12 +23,20 @@ from typing import Any
 
 from megatron_ft.errors import ConfigError, ControlError, MegatronFtError
 from megatron_ft.framing import read_line
-from megatron_ft.reading import means_every_interface
-from megatron_ft.snapshot.server.lifeline import MIN_TOKEN_LENGTH, Lifeline, Outlive
+from megatron_ft.serde import means_every_interface
 from megatron_ft.snapshot.server.peer_session import PeerSessions
 from megatron_ft.snapshot.server.rank_session import RankSession
 from megatron_ft.snapshot.server.store import Memory, Store
-from megatron_ft.snapshot.server.wire import MAX_BYTES, MAX_RANK, integer, mapping, text
+from megatron_ft.snapshot.server.wire import (
+    MAX_BYTES,
+    MAX_RANK,
+    MIN_TOKEN_LENGTH,
+    Lifeline,
+    Outlive,
+    integer,
+    mapping,
+    text,
+)
 from megatron_ft.snapshot.server.workers import Hasher, Persister, Sender
 
 MAX_LINE_BYTES = 64 * 1024

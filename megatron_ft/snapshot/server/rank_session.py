@@ -16,7 +16,6 @@ from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import align
 from megatron_ft.snapshot.server import wire as fields
 from megatron_ft.snapshot.server.client import FLUSH_SECONDS
-from megatron_ft.snapshot.server.lifeline import Unusable, read_adoption
 from megatron_ft.snapshot.server.peer_session import load_torch
 from megatron_ft.snapshot.server.store import (
     PAGE_BYTES,
@@ -27,7 +26,7 @@ from megatron_ft.snapshot.server.store import (
     Store,
 )
 from megatron_ft.snapshot.server.windows import HeldWindow, OwnWindows
-from megatron_ft.snapshot.server.wire import Refused, abort, connect, is_token
+from megatron_ft.snapshot.server.wire import Refused, Unusable, abort, connect, is_token, read_adoption
 from megatron_ft.snapshot.server.workers import Persister
 from megatron_ft.snapshot.window import Origin, Slice, StoredLevel, Update
 

@@ -21,7 +21,6 @@ from megatron_ft.errors import ControlError
 from megatron_ft.planning.recovery.sources import StoredWindow, Where
 from megatron_ft.planning.snapshot.memory import NUM_BUFFERS
 from megatron_ft.planning.snapshot.plan import WindowKey
-from megatron_ft.snapshot.server.lifeline import Lifeline
 from megatron_ft.snapshot.server.windows import (
     NUM_COPY_BUFFERS,
     CarriedPiece,
@@ -30,7 +29,7 @@ from megatron_ft.snapshot.server.windows import (
     OnStorage,
     OwnWindows,
 )
-from megatron_ft.snapshot.server.wire import Refused
+from megatron_ft.snapshot.server.wire import Lifeline, Refused
 from megatron_ft.snapshot.window import Origin, Slice, Update
 
 # The snapshot server allocates pages with ``posix_fallocate``, because its other threads can run meanwhile. Mapping

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.reading import read_bytes, reading
-from megatron_ft.serde import parse_json
+from megatron_ft.serde import parse_json, read_bytes, reading
 from megatron_ft.snapshot.storage.backends import TRASH_PREFIX, LocalBackend
 from megatron_ft.snapshot.storage.files import fsync_directory, write_atomically
 from megatron_ft.snapshot.storage.manifest import MANIFEST_NAME, Manifest

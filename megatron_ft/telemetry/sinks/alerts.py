@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ft import events
 from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
-from megatron_ft.planning.alerts import NAMES, Alert, AlertFigures, AlertLimits, windows_behind
+from megatron_ft.planning.iteration import NAMES, Alert, AlertFigures, AlertLimits, windows_behind
 from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from megatron_ft.planning.alerts import NAMES, AlertFigures, AlertLimits, Slowest, windows_behind
+from megatron_ft.planning.iteration import NAMES, AlertFigures, AlertLimits, Slowest, windows_behind
 
 LIMITS = AlertLimits(
     single_loss_survival=1.0,

@@ -9,7 +9,7 @@ import pytest
 from megatron_ft import events
 from megatron_ft.config.job import JobConfig
 from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
-from megatron_ft.planning.alerts import NAMES, AlertLimits
+from megatron_ft.planning.iteration import NAMES, AlertLimits
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
 from megatron_ft.telemetry.sinks.alerts import DISK_SECONDS, NUM_WINDOWS, AlertSink, _free_share

@@ -85,7 +85,7 @@ class MadeUpRun:
     def change(self, nodes: tuple[int, ...], iteration: int) -> None:
         """Add a membership of ``nodes`` and its placement."""
         remaining = config_of(self.config, nodes)
-        from megatron_ft.config.inputs import JobInputs
+        from megatron_ft.config.membership import JobInputs
 
         plans = first_plans(remaining, StageRequest.of_job(remaining), JobInputs())
         folder = self.path / "placements"

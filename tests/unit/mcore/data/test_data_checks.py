@@ -16,7 +16,7 @@ def samples(fingerprint: str) -> Any:
 
 
 def test_a_joining_node_that_reads_other_data_is_refused_before_it_joins(tmp_path: Path) -> None:
-    from megatron_ft.mcore.data.data_checks import check_run_data, note_run_data
+    from megatron_ft.mcore.data.batches import check_run_data, note_run_data
 
     config = JobConfig()
     check_run_data(config, samples("b"), tmp_path)
@@ -30,7 +30,7 @@ def test_a_joining_node_that_reads_other_data_is_refused_before_it_joins(tmp_pat
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}"])
 def test_a_damaged_note_is_named(tmp_path: Path, content: bytes) -> None:
-    from megatron_ft.mcore.data.data_checks import RUN_DATA_NAME, check_run_data
+    from megatron_ft.mcore.data.batches import RUN_DATA_NAME, check_run_data
 
     (tmp_path / RUN_DATA_NAME).write_bytes(content)
     with pytest.raises(DataError, match=f"{RUN_DATA_NAME}: must contain the fingerprint"):
@@ -38,7 +38,7 @@ def test_a_damaged_note_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_without_survivors_other_data_ends_the_job() -> None:
-    from megatron_ft.mcore.data.data_checks import check_newcomers_data
+    from megatron_ft.mcore.data.batches import check_newcomers_data
 
     worker = SimpleNamespace(can_survive=False)
     context: Any = SimpleNamespace(worker=worker, rank=2)

@@ -15,8 +15,14 @@ from megatron_ft.config.remembered import changes, check_allowed
 from megatron_ft.config.validate import validate
 from megatron_ft.corpus.indexed import IndexedWriter
 from megatron_ft.errors import ConfigError
-from megatron_ft.mcore.data.batches import BatchReader, DocumentRules, attention_mask, forward_step, sum_of_losses
-from megatron_ft.mcore.data.data_checks import open_samples
+from megatron_ft.mcore.data.batches import (
+    BatchReader,
+    DocumentRules,
+    attention_mask,
+    forward_step,
+    open_samples,
+    sum_of_losses,
+)
 from megatron_ft.planning.iteration import BatchPlan
 from megatron_ft.testing import engines
 

@@ -11,7 +11,7 @@ from megatron_ft.corpus.indexed import IndexedWriter
 from megatron_ft.errors import DataError
 
 indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-samples = pytest.importorskip("megatron_ft.mcore.data.data_checks")
+samples = pytest.importorskip("megatron_ft.mcore.data.batches")
 
 SEQ_LENGTH = 16
 

@@ -9,7 +9,7 @@ import torch
 from megatron_ft.config.model import PrecisionConfig
 from megatron_ft.errors import ConfigError
 from megatron_ft.mcore.model.fp8_layers import _Fp8Product, use_fp8
-from megatron_ft.mcore.model.parameters import unwrap
+from megatron_ft.mcore.model.transformer_config import unwrap
 from megatron_ft.testing import engines
 from transformer_engine_ext.formats import E4M3, E5M2
 from transformer_engine_ext.providers import TorchProvider

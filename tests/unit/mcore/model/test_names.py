@@ -25,7 +25,7 @@ CASES = [
 
 @pytest.mark.parametrize(("local", "expected"), CASES)
 def test_layers_and_experts_count_over_the_whole_model(local: str, expected: str) -> None:
-    from megatron_ft.mcore.model.parameters import _global_name
+    from megatron_ft.mcore.model.transformer_config import _global_name
 
     expert_ids = {1: range(6, 12), 12: [9, 1, 8, 2, 7, 5, 6, 4, 0, 10, 3], 11: []}
     assert _global_name(local, layer_offset=4, expert_ids=expert_ids) == expected
@@ -34,7 +34,7 @@ def test_layers_and_experts_count_over_the_whole_model(local: str, expected: str
 @pytest.mark.parametrize(("local", "_"), CASES)
 def test_both_forms_of_an_expert_share_a_name(local: str, _: str) -> None:
     """A global name stays unchanged, and grouped weights get the name of single ones."""
-    from megatron_ft.mcore.model.parameters import _global_name
+    from megatron_ft.mcore.model.transformer_config import _global_name
 
     whole = dict.fromkeys(range(20), range(20))
     once = _global_name(local, layer_offset=0, expert_ids=whole)

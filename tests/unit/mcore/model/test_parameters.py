@@ -9,7 +9,7 @@ from megatron_ft.testing import engines
 
 
 def test_initial_weights_by_kind() -> None:
-    from megatron_ft.mcore.model.parameters import named_parameters
+    from megatron_ft.mcore.model.transformer_config import named_parameters
 
     overrides = {
         "model.num_layers": 8,
@@ -38,7 +38,7 @@ def test_initial_weights_by_kind() -> None:
 
 
 def test_no_two_matrices_are_the_same() -> None:
-    from megatron_ft.mcore.model.parameters import named_parameters
+    from megatron_ft.mcore.model.transformer_config import named_parameters
 
     with engines.engine_of(engines.micro_config({"model.moe_shared_expert_intermediate_size": 64})) as engine:
         named = list(named_parameters(engine.model_chunks[0]))

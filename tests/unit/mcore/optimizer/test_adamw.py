@@ -67,7 +67,7 @@ def test_clip_coefficient_is_megatrons(clip_grad: float, grad_norm: float) -> No
 
 
 def test_an_overflow_lowers_the_loss_scale_and_nothing_else() -> None:
-    from megatron_ft.mcore.model.parameters import named_parameters
+    from megatron_ft.mcore.model.transformer_config import named_parameters
 
     with engines.engine_of(engines.micro_config(FP16)) as engine:
         finalize = engine.transformer_config.finalize_model_grads_func

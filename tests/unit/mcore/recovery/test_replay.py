@@ -15,7 +15,7 @@ OVERLAP = {"parallel.overlap_grad_reduce": True}
 
 def gradients(engine: Any, frozen_names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """Return the reduced gradients of iteration 1 by name, with the named parameters frozen."""
-    from megatron_ft.mcore.model.parameters import named_parameters
+    from megatron_ft.mcore.model.transformer_config import named_parameters
     from megatron_ft.mcore.snapshot.local_window import frozen, synchronous_reduction
 
     config = engine.transformer_config

@@ -5,10 +5,9 @@ from collections.abc import Collection
 import pytest
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.mcore.snapshot.local_window import carry_out
+from megatron_ft.mcore.snapshot.local_window import ReplayPlan, carry_out
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.iteration import Vote
-from megatron_ft.planning.recovery.replay import ReplayPlan
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 
 HEAD, REST, EMBEDDING = (

@@ -62,9 +62,9 @@ class Recorder:
 
         view, plan = view_of(self.run.engine), self.run.snapshots.plan
         if plan is None:
-            from megatron_ft.planning.snapshot.report import whole_plan
+            from megatron_ft.planning.snapshot.plan import WindowPlan
 
-            plan = whole_plan(view.shards_by_rank, 1)
+            plan = WindowPlan.whole(view.shards_by_rank, 1)
         return {
             piece[:6]: view.source(piece).detach().contiguous().reshape(-1).view(_bytes()).numpy().tobytes()
             for piece in view.pieces(plan, 0)

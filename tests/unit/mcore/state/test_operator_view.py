@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_ft.errors import RecoveryError
-from megatron_ft.operator_state import Component, check_shards
-from megatron_ft.operators import OperatorId
+from megatron_ft.operators import Component, OperatorId, check_shards
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 from megatron_ft.testing import engines
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from megatron_ft.mcore.state.operator_view import _cut_shards, _from_record, _PartHolding, _sizes, _to_record
-from megatron_ft.operator_state import Component, check_shards
+from megatron_ft.operators import Component, check_shards
 
 WEIGHT = Component(name="weight", dtype="bfloat16", item_bytes=2)
 MASTER = Component(name="master", dtype="float32", item_bytes=4)

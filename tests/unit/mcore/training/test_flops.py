@@ -3,7 +3,7 @@
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_ft.planning.cost.flops import TokenFlops
+from megatron_ft.mcore.training.reporting import TokenFlops
 from megatron_ft.testing import engines
 
 LATENT = {

@@ -8,9 +8,15 @@ from hypothesis import strategies as st
 from megatron_ft.errors import ConfigError
 from megatron_ft.planning.placement.allocation import allocate
 from megatron_ft.planning.placement.layout import Counts, per_replica_loads
-from megatron_ft.planning.placement.local_search import Losses, support_masks
 from megatron_ft.planning.placement.maximum_rank_overlap import MaximumRankOverlap, overlap
-from megatron_ft.planning.placement.overlap_search import OverlapSearch, _align, _even_out, placements
+from megatron_ft.planning.placement.overlap_search import (
+    Losses,
+    OverlapSearch,
+    _align,
+    _even_out,
+    placements,
+    support_masks,
+)
 from megatron_ft.planning.placement.survival import SurvivalObjective, survival
 from megatron_ft.topology import Cluster
 

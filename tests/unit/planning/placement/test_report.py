@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ft.config.inputs import JobInputs, ScheduledPlacement
-from megatron_ft.config.membership import derive_placement
+from megatron_ft.config.membership import JobInputs, ScheduledPlacement, derive_placement
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import DataError
 from megatron_ft.planning.placement.report import PlacementReport

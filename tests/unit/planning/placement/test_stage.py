@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ft.config.inputs import JobInputs, ScheduledPlacement
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import derive_placement
+from megatron_ft.config.membership import JobInputs, ScheduledPlacement, derive_placement
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError, DataError
 from megatron_ft.expert_loads import ExpertLoads

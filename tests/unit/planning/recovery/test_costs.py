@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from megatron_ft.config.inputs import JobInputs
 from megatron_ft.config.job import JobConfig
-from megatron_ft.config.membership import config_of, derive_placement
+from megatron_ft.config.membership import JobInputs, config_of, derive_placement
 from megatron_ft.config.requirements import REQUIREMENTS, Requirement
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import ConfigError

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from megatron_ft.errors import RecoveryError
+from megatron_ft.mcore.snapshot.local_window import ReplayPlan
 from megatron_ft.operators import OperatorId
 from megatron_ft.planning.iteration import Vote
-from megatron_ft.planning.recovery.replay import ReplayPlan
 from megatron_ft.planning.snapshot.plan import Unit, WindowPlan
 
 EMBEDDING = OperatorId(layer=0, kind="embedding")

@@ -7,8 +7,7 @@ import pytest
 
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.serialize import from_dict
-from megatron_ft.operator_state import StateShard, check_shards
-from megatron_ft.operators import operators_of
+from megatron_ft.operators import StateShard, check_shards, operators_of
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.memory import NodeMemory, PeerAssignment, host_bytes
 from megatron_ft.planning.snapshot.plan import Piece, Unit, WindowPlan, slice_bytes, window_bytes

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from megatron_ft.errors import CheckpointError
-from megatron_ft.operator_state import SCALE_BLOCK_ELEMENTS, Component, StateShard, check_shards
+from megatron_ft.operators import SCALE_BLOCK_ELEMENTS, Component, StateShard, check_shards
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.plan import Piece, Unit, WindowPlan
 from megatron_ft.planning.snapshot.policy import SnapshotContext

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megatron_ft.errors import ConfigError
-from megatron_ft.operator_state import StateShard
+from megatron_ft.operators import StateShard
 from megatron_ft.planning.snapshot.demand import Demand
 from megatron_ft.planning.snapshot.plan import Unit
 from megatron_ft.planning.snapshot.policy import SnapshotContext

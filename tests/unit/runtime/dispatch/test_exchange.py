@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ft.runtime.dispatch.exchange import ExchangeCounter, _AllToAll, gather_counts
+from megatron_ft.mcore.moe.replica_layer import ExchangeCounter, _AllToAll, gather_counts
 
 
 @pytest.fixture

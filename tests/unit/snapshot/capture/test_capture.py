@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron_ft.errors import ControlError
-from megatron_ft.operator_state import Component, StateShard
-from megatron_ft.operators import OperatorId
+from megatron_ft.operators import Component, OperatorId, StateShard
 from megatron_ft.planning.snapshot.plan import Piece, Unit, WindowPlan, window_bytes
 from megatron_ft.snapshot.capture.capture import CopyBatch, WindowCapture, _ThreadCopier
 from megatron_ft.snapshot.window import Slice

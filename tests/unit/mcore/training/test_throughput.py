@@ -7,7 +7,7 @@ import pytest
 from megatron_ft.config.job import JobConfig
 from megatron_ft.config.model import ModelConfig, PrecisionConfig
 from megatron_ft.events import RunStarted
-from megatron_ft.planning.cost.flops import Throughput, TokenFlops, peak_tflops
+from megatron_ft.mcore.training.reporting import Throughput, TokenFlops, peak_tflops
 
 
 def test_a_published_model() -> None:
