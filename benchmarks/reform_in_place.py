@@ -6,17 +6,22 @@ and replace their connections. Each rank reports the bytes of this state, and th
 it restored a window. The resident memory of the ranks that survive the first loss is also measured.
 
 Two jobs with four data-parallel ranks, expert replicas and copies of optimizer shards lose one rank, and continue with
-three. In one of them each rank has all experts before and after the loss; in the other, ranks get other experts. These
-ranks do not report the bytes of a recovery, so the growth of their resident memory is measured: the largest value from
-the loss to the next committed iteration, less the larger of the largest values before and after. ``dry_run`` predicts
-the state of a rank before and after.
+three. In one of them each rank has all experts before and after the loss; in the other, ranks get other experts. All
+tensors of a rank are counted at the start of each iteration and at each step of the recovery: weights, gradient
+buffers, optimizer state, its copies, and what the recovery holds in addition. Activations do not exist at these times.
+The largest count from the loss to the next committed iteration is compared with the larger of the counts in training
+before and after. Resident memory is measured, too.
 
 A fault counts only if the victim recorded it before it happened. Bits are compared by ``localized-bitwise`` and
 ``elastic-bitwise``.
 """
 
 import contextlib
+import functools
+import gc
 import json
+import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -32,6 +37,9 @@ from megatron_ft.testing.jobs import REPOSITORY, forkserver
 
 ID = "reform-in-place"
 WARM = "megatron_ft.mcore.rank_main:warm"
+WARM_COUNTING = "benchmarks.reform_in_place:warm_counting"
+_COUNTS = "REFORM_IN_PLACE_COUNTS"
+"""Environment variable that names the folder of the counts."""
 JOB_TIMEOUT_SECONDS = 900.0
 MOST_MEMORY = 1.05
 MOST_ERROR = 0.1
@@ -41,7 +49,7 @@ MOST_SMALLER = {"fewer_lanes": 1.15, "expert_sets": 1.3}
 THRESHOLD = (
     f"same layout, state >= {MIN_STATE_BYTES // 10**6} MB a rank: counted peak <= {MOST_MEMORY} of the steady state, "
     f"predicted by dry_run within {MOST_ERROR:.0%}; all survivors keep model and optimizer; healthy stages move "
-    f"nothing but their log; fewer lanes: peak <= {MOST_SMALLER['fewer_lanes']} of the larger state, and <= "
+    f"nothing but their log; fewer lanes: counted peak <= {MOST_SMALLER['fewer_lanes']} of the larger state, and <= "
     f"{MOST_SMALLER['expert_sets']} if ranks get other experts"
 )
 FIRST_ITERATION, APART = 14, 10
@@ -116,14 +124,19 @@ class _Watch:
 
 @dataclass(slots=True)
 class _WatchSmaller:
-    """Callable that receives a job's events so far, and measures the resident memory of the ranks, by rank: the largest
-    number of bytes before the loss, from the loss to the next committed iteration, and after it."""
+    """Callable that receives a job's events so far, and measures the memory of the ranks, by rank."""
 
     metrics: Path
     """File to which the job writes a line for each committed iteration."""
+    counts: Path
+    """Folder to which ranks write the bytes of their tensors, see ``warm_counting``."""
     before: dict[int, int] = field(default_factory=dict)
+    """Largest resident bytes of each rank in the iterations before the loss."""
     during: dict[int, int] = field(default_factory=dict)
-    after: dict[int, int] = field(default_factory=dict)
+    """Largest resident bytes from the loss to the next committed iteration."""
+    counted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Counted bytes of each surviving rank: the larger of the values in training before and after the loss, and the
+    largest value from the loss to the next committed iteration."""
     _is_reset: bool = False
 
     def __call__(self, events: Sequence[Mapping[str, Any]]) -> bool:
@@ -142,18 +155,71 @@ class _WatchSmaller:
             has_changed = any(event["kind"] == "membership_changed" for event in events)
             if has_changed and committed >= FIRST_ITERATION:
                 self.during = _residents(pids)
-                _reset_largest(pids)
-        else:
-            self.after = _residents(pids)
-        return committed >= FIRST_ITERATION + APART
+        if committed < FIRST_ITERATION + APART:
+            return False
+        self.counted = {
+            rank: _counted(self.counts / f"{pid}.jsonl") for rank, pid in pids.items() if rank in self.during
+        }
+        return True
 
-    def growths(self) -> list[int]:
-        """Return the bytes of each surviving rank that the recovery needed in addition to training."""
-        return [
-            max(0, num_bytes - max(self.before[rank], self.after[rank]))
-            for rank, num_bytes in self.during.items()
-            if rank in self.before and rank in self.after
-        ]
+
+def _counted(path: Path) -> tuple[int, int]:
+    records = records_of(path)
+    steady = [record["bytes"] for record in records if record["is_steady"]]
+    first = next((number for number, record in enumerate(records) if record["is_steady"]), len(records))
+    recovering = [record["bytes"] for record in records[first:] if not record["is_steady"]]
+    return max(steady, default=0), max(recovering, default=0)
+
+
+def warm_counting() -> None:
+    """Import what ranks need, and make ranks write the bytes of their tensors to files in the folder ``_COUNTS``: at
+    the start of each iteration, and at each step of a recovery that creates or drops tensors of the state."""
+    from megatron_ft.mcore import rank_main
+    from megatron_ft.mcore.recovery import replicas
+    from megatron_ft.mcore.training.engine import TrainingEngine
+    from megatron_ft.mcore.training.trainer import Trainer
+
+    rank_main.warm()
+    for owner, name in (
+        (replicas.ElasticTrainer, "carry"),
+        (replicas.ElasticTrainer, "_release_groups"),
+        (TrainingEngine, "_assemble"),
+        (replicas, "hand_over"),
+        (replicas, "move_experts"),
+        (replicas, "put_state"),
+        (replicas.ShardMove, "restore"),
+        (replicas.ElasticTrainer, "keep_copies"),
+    ):
+        _count_after(owner, name)
+    iterate = Trainer.iterate
+
+    def counting(trainer: Trainer, iteration: int) -> None:
+        _write_count(is_steady=trainer.membership_start is None)
+        iterate(trainer, iteration)
+
+    Trainer.iterate = counting  # type: ignore[method-assign]
+
+
+def _count_after(owner: Any, name: str) -> None:
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def counting(*arguments: Any, **named: Any) -> Any:
+        result = function(*arguments, **named)
+        _write_count(is_steady=False)
+        return result
+
+    setattr(owner, name, counting)
+
+
+def _write_count(*, is_steady: bool) -> None:
+    """Write the bytes of all tensors of this process: each storage counts once."""
+    import torch
+
+    storages = (found.untyped_storage() for found in gc.get_objects() if isinstance(found, torch.Tensor))
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    with (Path(os.environ[_COUNTS]) / f"{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps({"is_steady": is_steady, "bytes": sum(sizes.values())}) + "\n")
 
 
 def _reset_largest(pids: Mapping[int, int]) -> None:
@@ -222,35 +288,47 @@ def _plan(overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], int]:
 class _Smaller:
     """Memory of a recovery with fewer ranks."""
 
-    state_bytes: int
-    """Predicted bytes of the largest rank's state: the larger of the values before and after the loss."""
-    growths: Sequence[int]
-    """Bytes that the recovery needed in addition, for each surviving rank."""
+    counted: Mapping[int, tuple[int, int]]
+    """Counted bytes by rank, see ``_WatchSmaller.counted``."""
+    resident: Mapping[int, tuple[int, int]]
+    """Largest resident bytes by rank: before the loss, and from the loss to the next committed iteration."""
     problems: Sequence[str]
 
     @property
+    def state_bytes(self) -> int:
+        """Counted bytes of the largest rank in training."""
+        return max((steady for steady, _ in self.counted.values()), default=0)
+
+    @property
     def most(self) -> float:
-        """Largest memory of the recovery as a multiple of the state."""
-        return 1 + max(self.growths, default=0) / self.state_bytes
+        """Largest memory of the recovery as a multiple of the memory in training."""
+        return max((peak / steady for steady, peak in self.counted.values() if steady), default=math.inf)
+
+    @property
+    def most_resident(self) -> float:
+        """Largest resident memory of the recovery as a multiple of the largest before."""
+        return max((peak / before for before, peak in self.resident.values() if before), default=0.0)
 
 
-def _smaller(kind: str, size: Sequence[str], folder: Path, socket: str) -> _Smaller:
+def _smaller(kind: str, size: Sequence[str], folder: Path) -> _Smaller:
     """Run a job that loses one of ``SMALLER_RANKS`` ranks and continues without it, and measure its recovery."""
     words = [*SMALLER, *size, f"placement.num_slots_per_rank={NUM_SLOTS[kind]}"]
     nodes = (f"launch.num_nodes={SMALLER_RANKS}", f"recovery.min_nodes={SMALLER_RANKS - 1}")
-    fewer = (f"launch.num_nodes={SMALLER_RANKS - 1}", f"recovery.min_nodes={SMALLER_RANKS - 2}")
-    states = [_plan([*words, *of_size], folder)[1] for of_size in (nodes, fewer)]
-    bench = Bench(folder / kind, socket, words, JOB_TIMEOUT_SECONDS)
-    watch = _WatchSmaller(bench.next_run_dir / "metrics.jsonl")
     kill = f'kill(rank={SMALLER_RANKS - 1}, at_iteration={FIRST_ITERATION}, phase="forward", generation=0)'
     overrides = [*nodes, "training.train_iterations=400", f"testing.failpoints=['{kill}']"]
-    with bench.running(overrides, until=watch) as run:
-        hits, output = run.records("failpoints.jsonl"), run.output[-2000:]
+    counts = folder / f"counts-{kind}"
+    counts.mkdir()
+    os.environ[_COUNTS] = str(counts)  # the fork server, and so the ranks, inherit it
+    with forkserver(WARM_COUNTING) as socket:
+        bench = Bench(folder / kind, socket, words, JOB_TIMEOUT_SECONDS)
+        watch = _WatchSmaller(bench.next_run_dir / "metrics.jsonl", counts)
+        with bench.running(overrides, until=watch) as run:
+            hits, output = run.records("failpoints.jsonl"), run.output[-2000:]
     problems = []
-    if len(hits) != 1 or len(watch.growths()) != SMALLER_RANKS - 1:
-        measured = f"{len(watch.before)}, {len(watch.during)} and {len(watch.after)} ranks measured"
-        problems.append(f"{kind}: {len(hits)} of 1 faults, {measured}: {output}")
-    return _Smaller(state_bytes=max(states), growths=watch.growths(), problems=problems)
+    if len(hits) != 1 or len(watch.counted) != SMALLER_RANKS - 1 or not all(map(all, watch.counted.values())):
+        problems.append(f"{kind}: {len(hits)} of 1 faults, counted bytes {watch.counted}: {output}")
+    resident = {rank: (watch.before[rank], peak) for rank, peak in watch.during.items() if rank in watch.before}
+    return _Smaller(counted=watch.counted, resident=resident, problems=problems)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -266,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with bench.running([*size, last, _faults(num_faults)], until=watch) as run:
             events, hits = run.records(), run.records("failpoints.jsonl")
             output = run.output[-2000:]
-        smaller = {kind: _smaller(kind, size[:2], Path(folder), socket) for kind in MOST_SMALLER}
+        smaller = {kind: _smaller(kind, size[:2], Path(folder)) for kind in MOST_SMALLER}
     shares = [event for event in events if event["kind"] == "stage_recovery"]
     most, problems = judge(shares, least_state_bytes=0 if arguments.quick else MIN_STATE_BYTES)
     if len(hits) != num_faults or len(shares) != 4 * num_faults:
@@ -282,7 +360,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in problems:
         print(problem)
     fewer = "; ".join(
-        f"{kind} {each.most:.2f}x of {each.state_bytes / 1e6:.0f} MB (growth of resident memory)"
+        f"{kind} {each.most:.2f}x of {each.state_bytes / 1e6:.0f} MB counted, resident {each.most_resident:.2f}x "
+        "of the largest before"
         for kind, each in smaller.items()
     )
     return finish(
