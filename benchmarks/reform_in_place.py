@@ -10,7 +10,7 @@ three. In one of them each rank has all experts before and after the loss; in th
 tensors of a rank are counted at the start of each iteration and at each step of the recovery: weights, gradient
 buffers, optimizer state, its copies, and what the recovery holds in addition. Activations do not exist at these times.
 The largest count from the loss to the next committed iteration is compared with the larger of the counts in training
-before and after. Resident memory is measured, too.
+before and after, and with the state that ``dry_run`` predicts. Resident memory is measured, too.
 
 A fault counts only if the victim recorded it before it happened. Bits are compared by ``localized-bitwise`` and
 ``elastic-bitwise``.
@@ -50,7 +50,7 @@ THRESHOLD = (
     f"same layout, state >= {MIN_STATE_BYTES // 10**6} MB a rank: counted peak <= {MOST_MEMORY} of the steady state, "
     f"predicted by dry_run within {MOST_ERROR:.0%}; all survivors keep model and optimizer; healthy stages move "
     f"nothing but their log; fewer lanes: counted peak <= {MOST_SMALLER['fewer_lanes']} of the larger state, and <= "
-    f"{MOST_SMALLER['expert_sets']} if ranks get other experts"
+    f"{MOST_SMALLER['expert_sets']} if ranks get other experts; the former predicted by dry_run within {MOST_ERROR:.0%}"
 )
 FIRST_ITERATION, APART = 14, 10
 VICTIMS = ((1, "forward"), (2, "backward"), (0, "grad_sync"), (3, "dispatch"))
@@ -175,15 +175,20 @@ def warm_counting() -> None:
     """Import what ranks need, and make ranks write the bytes of their tensors to files in the folder ``_COUNTS``: at
     the start of each iteration, and at each step of a recovery that creates or drops tensors of the state."""
     from megatron_ft.mcore import rank_main
+    from megatron_ft.mcore.model import build
+    from megatron_ft.mcore.optimizer import adamw
     from megatron_ft.mcore.recovery import replicas
-    from megatron_ft.mcore.training.engine import TrainingEngine
+    from megatron_ft.mcore.training import engine
     from megatron_ft.mcore.training.trainer import Trainer
 
     rank_main.warm()
     for owner, name in (
         (replicas.ElasticTrainer, "carry"),
         (replicas.ElasticTrainer, "_release_groups"),
-        (TrainingEngine, "_assemble"),
+        (build, "_build_chunk"),
+        (build._ReleasableDataParallel, "__init__"),
+        (adamw, "get_megatron_optimizer"),
+        (engine.TrainingEngine, "_assemble"),
         (replicas, "hand_over"),
         (replicas, "move_experts"),
         (replicas, "put_state"),
@@ -290,6 +295,8 @@ class _Smaller:
 
     counted: Mapping[int, tuple[int, int]]
     """Counted bytes by rank, see ``_WatchSmaller.counted``."""
+    predicted_bytes: int
+    """Bytes of the largest rank in training, before or after the loss, as ``dry_run`` predicts them."""
     resident: Mapping[int, tuple[int, int]]
     """Largest resident bytes by rank: before the loss, and from the loss to the next committed iteration."""
     problems: Sequence[str]
@@ -305,6 +312,11 @@ class _Smaller:
         return max((peak / steady for steady, peak in self.counted.values() if steady), default=math.inf)
 
     @property
+    def error(self) -> float:
+        """Share by which the largest counted memory of the recovery differs from the prediction."""
+        return abs(max((peak for _, peak in self.counted.values()), default=0) / self.predicted_bytes - 1)
+
+    @property
     def most_resident(self) -> float:
         """Largest resident memory of the recovery as a multiple of the largest before."""
         return max((peak / before for before, peak in self.resident.values() if before), default=0.0)
@@ -314,6 +326,8 @@ def _smaller(kind: str, size: Sequence[str], folder: Path) -> _Smaller:
     """Run a job that loses one of ``SMALLER_RANKS`` ranks and continues without it, and measure its recovery."""
     words = [*SMALLER, *size, f"placement.num_slots_per_rank={NUM_SLOTS[kind]}"]
     nodes = (f"launch.num_nodes={SMALLER_RANKS}", f"recovery.min_nodes={SMALLER_RANKS - 1}")
+    fewer = (f"launch.num_nodes={SMALLER_RANKS - 1}", f"recovery.min_nodes={SMALLER_RANKS - 2}")
+    predicted = max(_plan([*words, *of_size], folder)[1] for of_size in (nodes, fewer))
     kill = f'kill(rank={SMALLER_RANKS - 1}, at_iteration={FIRST_ITERATION}, phase="forward", generation=0)'
     overrides = [*nodes, "training.train_iterations=400", f"testing.failpoints=['{kill}']"]
     counts = folder / f"counts-{kind}"
@@ -328,7 +342,10 @@ def _smaller(kind: str, size: Sequence[str], folder: Path) -> _Smaller:
     if len(hits) != 1 or len(watch.counted) != SMALLER_RANKS - 1 or not all(map(all, watch.counted.values())):
         problems.append(f"{kind}: {len(hits)} of 1 faults, counted bytes {watch.counted}: {output}")
     resident = {rank: (watch.before[rank], peak) for rank, peak in watch.during.items() if rank in watch.before}
-    return _Smaller(counted=watch.counted, resident=resident, problems=problems)
+    found = _Smaller(counted=watch.counted, predicted_bytes=predicted, resident=resident, problems=problems)
+    if kind == "fewer_lanes" and found.error > MOST_ERROR:
+        problems.append(f"{kind}: dry_run predicted {predicted} bytes, {found.error:.0%} off")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -360,8 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for problem in problems:
         print(problem)
     fewer = "; ".join(
-        f"{kind} {each.most:.2f}x of {each.state_bytes / 1e6:.0f} MB counted, resident {each.most_resident:.2f}x "
-        "of the largest before"
+        f"{kind} {each.most:.2f}x of {each.state_bytes / 1e6:.0f} MB counted ({each.error:.1%} from the "
+        f"prediction), resident {each.most_resident:.2f}x of the largest before"
         for kind, each in smaller.items()
     )
     return finish(

@@ -2,7 +2,8 @@
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,6 +74,21 @@ def forget_shards(model_chunks: list[torch.nn.Module]) -> None:
                 group.intra_distributed_optimizer_instance_rank = rank
             group.cached_param_buffer_shard_list = [None] * len(group.buckets)
             group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
+
+
+@contextmanager
+def gradients_put_away(model_chunks: list[torch.nn.Module]) -> Iterator[None]:
+    """Free the memory of all gradient buffers during the block. After the block, all gradients are zero."""
+    buffers = [b.grad_data for c in model_chunks for b in (*c.buffers, *c.expert_parallel_buffers)]  # type: ignore[misc]
+    sizes = [buffer.untyped_storage().nbytes() for buffer in buffers]
+    for buffer in buffers:
+        buffer.untyped_storage().resize_(0)
+    try:
+        yield
+    finally:
+        for buffer, size in zip(buffers, sizes, strict=True):
+            buffer.untyped_storage().resize_(size)
+            buffer.zero_()
 
 
 def release_caches() -> None:

@@ -5,7 +5,7 @@ gradients, and updates master weights and moments of this rank. ``gather`` all-g
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ft.config.job import JobConfig
+from megatron_ft.mcore.model.build import gradients_put_away
 from megatron_ft.mcore.model.transformer_config import DTYPES, named_parameters
 from megatron_ft.mcore.optimizer import scaled
 from megatron_ft.mcore.optimizer.scaled import ScaledDistributedOptimizer, ScaledOptimizer, StateFormat
@@ -177,6 +178,28 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
         if isinstance(member.optimizer, torch.optim.Adam):  # includes AdamW
             for state in member.optimizer.state.values():
                 state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+
+
+@torch.no_grad()
+def adopt_state(
+    model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, state: Mapping[str, torch.Tensor]
+) -> None:
+    """Make a newly built optimizer use the master weights, moments and step counts in ``state``, without copies. The
+    names are those of ``tensors.named_state``. A parameter keeps its own state if ``state`` lacks its master weight, as
+    with quantized state, and if the parameter is its own master weight."""
+    names = {parameter: name for chunk in model_chunks for name, parameter in named_parameters(chunk)}
+    for member in sub_optimizers(optimizer):
+        if isinstance(member.optimizer, ScaledAdamW):
+            continue
+        for parameter, master in masters_of(member):
+            name = names[parameter]
+            found = state.get(f"{name}/{MASTER}")
+            if found is None or master is parameter:
+                continue
+            assert found.shape == master.shape, f"{name}: master weight {list(found.shape)} instead of {master.shape}"
+            master.data = found
+            kinds = (kind for kind in (*MOMENTS, STEP) if f"{name}/{kind}" in state)
+            member.optimizer.state[master] = {kind: state[f"{name}/{kind}"] for kind in kinds}
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
@@ -358,6 +381,7 @@ def build_optimizer(
     group_keys: GroupKeys | None = None,
     *,
     is_offline: bool = False,
+    state: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[MegatronOptimizer, GroupKeys]:
     """Build AdamW for the parameters of the chunks, and return it with the keys of its parameter groups. Master weights
     and moments are sharded if ``parallel.use_distributed_optimizer`` is true.
@@ -366,6 +390,8 @@ def build_optimizer(
         group_keys: keys from another rank of the job, if the other ranks do not build an optimizer at the same time;
             None if all ranks build one together and gather the keys.
         is_offline: whether this rank cannot communicate. If so, and without ``group_keys``, only its own keys are used.
+        state: tensors that the optimizer uses instead of its own, see ``adopt_state``; None if it uses its own. If
+            given, no gradient buffers exist while the optimizer is built: its first master weights need their memory.
     """
     dtype, options, precision = DTYPES[config.precision.params_dtype], config.optimizer, config.precision
     megatron_config = OptimizerConfig(
@@ -388,10 +414,16 @@ def build_optimizer(
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
     )
     state_format = StateFormat.of(config, model_chunks, pg_collection)
-    with _agreeing(group_keys, is_offline=is_offline) as gathered, scaled.scaled_classes(state_format):
+    with (
+        nullcontext() if state is None else gradients_put_away(model_chunks),
+        _agreeing(group_keys, is_offline=is_offline) as gathered,
+        scaled.scaled_classes(state_format),
+    ):
         optimizer = get_megatron_optimizer(
             megatron_config, model_chunks, use_gloo_process_groups=False, pg_collection=pg_collection
         )
+        if state is not None:
+            adopt_state(model_chunks, optimizer, state)
     return optimizer, gathered
 
 

@@ -36,7 +36,7 @@ from megatron_ft.mcore.state.carried import (
 )
 from megatron_ft.mcore.state.optimizer_shards import ShardMove, Shards
 from megatron_ft.mcore.state.rank_status import Holding, Key, Previous, RankStatus, choose_holding, resolve_iteration
-from megatron_ft.mcore.state.tensors import NamedState, by_expert, move_experts, put_state, take_state
+from megatron_ft.mcore.state.tensors import NamedState, by_expert, held_state, move_experts, put_state, without_rounded
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.recovery.membership import NextMembership, Target
@@ -289,7 +289,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         engine = self.engine
         engine.continue_after(host.iteration, host.newest_vote)
         failpoints.hit("reform_build", engine.iteration)
-        engine.build(groups, manager.replicas())
+        engine.build(groups, manager.replicas(), state=state)
         put_state(engine.model_chunks, engine.optimizer, state, has_shards=shards is not None)
         if shards is not None:
             failpoints.hit("reform_move", engine.iteration)
@@ -318,6 +318,11 @@ class ElasticTrainer(KeptLayoutTrainer):
         changes = (*held.changes, change.to_text())
         # If a policy stops the run, this membership does not train. After a failure, ranks use their earlier state.
         self.membership_start = replace(beginning, changes=changes, is_formed=not is_stopped)
+        carried = beginning.carried
+        if carried is not None and carried.part == self._part and not is_stopped:
+            # The engine has equal tensors, and ``Carried.after`` would take them from the engine.
+            present = held_state(self.engine.model_chunks, self.engine.optimizer)
+            carried.state = {name: tensor for name, tensor in carried.state.items() if name not in present}
 
     def _placement(self, held: Holding) -> PlacementManager:
         assert held.placement is not None, "the former membership had no placement"
@@ -395,7 +400,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         if not leaving or engine.state_copies is None or not self.config.parallel.use_distributed_optimizer:
             return
         parts, num_layers = self.topology.model_parts, self.config.model.num_layers
-        mine = Shards.split_off(take_state(engine.model_chunks, engine.optimizer), engine.state_copies, parts)
+        mine = Shards.split_off(held_state(engine.model_chunks, engine.optimizer), engine.state_copies, parts)
         stated = self.collectives.gather(mine.statement())
         move = ShardMove.of(mine, stated, parts=parts, iteration=engine.iteration, num_layers=num_layers)
         self.evacuated = move.evacuate(leaving, engine.groups)
@@ -407,8 +412,8 @@ class ElasticTrainer(KeptLayoutTrainer):
         the placement of the membership, if that state is complete.
 
         Args:
-            in_place: whether the next membership keeps the layout. The tensors then stay in the engine; otherwise they
-                are copied.
+            in_place: whether the next membership keeps the layout. The tensors then stay in the engine. Otherwise the
+                result references them, so the engine must not be used any more.
         """
         beginning, engine = self.membership_start, self.engine
         if beginning is None or beginning.iteration != target.iteration:
@@ -426,9 +431,9 @@ class ElasticTrainer(KeptLayoutTrainer):
         return carried
 
     def _with_tensors(self, carried: Carried) -> Carried | None:
-        # Adds copies of the tensors, which are only in the engine while the layout is kept. The engine's tensors are
-        # unusable if a replay has begun to overwrite them, or if new state copies were not made after the replay. Then
-        # copies from before the replay are used. Without these, returns None: the rank must receive all its state.
+        # Adds the tensors, which are only in the engine while the layout is kept. They are unusable if a replay has
+        # begun to overwrite them, or if new state copies were not made after the replay. Then copies from before the
+        # replay are used. Without these, returns None: the rank must receive all its state.
         engine, placement = self.engine, self.placement
         copies, is_sharded = engine.state_copies or self.former_copies, self.config.parallel.use_distributed_optimizer
         assert placement is not None, "another number of ranks needs expert replicas"
@@ -437,8 +442,10 @@ class ElasticTrainer(KeptLayoutTrainer):
         elif carried.digests is not None or (is_sharded and copies is None):
             return None
         else:
-            state = take_state(engine.model_chunks, engine.optimizer)
+            state = held_state(engine.model_chunks, engine.optimizer)
             shards = None if copies is None else Shards.split_off(state, copies, self.topology.model_parts)
+        if shards is not None:
+            state = without_rounded(state)  # all ranks must have the same tensors of an expert
         in_force = PlacementState(plans=placement.plans, loads=placement.loads)
         holdings = (self._holding(in_force),)
         return replace(carried, holdings=holdings, state=state, shards=shards, digests=None, before_replay=None)
@@ -453,7 +460,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.undo_migration()
         former, self.previous_placement = self.previous_placement, None
         if former is None or former.host is None:
-            state = {} if in_place else take_state(engine.model_chunks, engine.optimizer)
+            state = {} if in_place else held_state(engine.model_chunks, engine.optimizer)
             host = engine.train_state()
         else:  # a migration failed, so the model or the optimizer may be missing
             state, host = {}, former.host
@@ -479,6 +486,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         if placement is not None and self.config.parallel.use_distributed_optimizer:
             assert copies is not None, "this rank keeps no copies of shards"
             shards = Shards.split_off(state, copies, self.topology.model_parts).and_also(evacuated_shards)
+            state = without_rounded(state)
         stops = finished is not None and finished.decision.action == "stop"
         return Carried(
             holdings=holdings,

@@ -45,7 +45,8 @@ class Carried:
     part: int = 0
     """Model part to which ``state`` and ``host`` belong, see ``Topology.model_parts``."""
     state: NamedState
-    """Copies of this rank's tensors. Empty in a job that keeps its layout: there, the tensors stay in the engine."""
+    """This rank's tensors, without weights that follow from master weights. When the next membership has formed, the
+    tensors that its engine has are removed. Empty in a job that keeps its layout: there, they stay in the engine."""
     host: TrainState
     """State of the rank besides the tensors in ``state`` and ``shards``."""
     former: Mapping[int, tuple[NamedState, TrainState]] = field(default_factory=dict)

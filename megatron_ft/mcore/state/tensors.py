@@ -96,6 +96,18 @@ def take_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
     return {name: tensor.detach().clone() for name, tensor in distinct_state(model_chunks, optimizer)}
 
 
+def held_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> NamedState:
+    """Return the tensors of ``take_state`` without copies. The result is valid until model or optimizer train again."""
+    return {name: tensor.detach() for name, tensor in distinct_state(model_chunks, optimizer)}
+
+
+def without_rounded(state: NamedState) -> NamedState:
+    """Return ``state`` without the compute weights of experts that follow from master weights in ``state``. Weights of
+    quantized master weights are kept."""
+    rounded = {name for name in state if expert_of(name) is not None and f"{name}/master" in state}
+    return {n: tensor for n, tensor in state.items() if n not in rounded or f"{n}/master_scales" in state}
+
+
 def put_state(
     model_chunks: list[torch.nn.Module],
     optimizer: MegatronOptimizer,
@@ -107,6 +119,7 @@ def put_state(
 
     Args:
         has_shards: whether ``state`` lacks the non-expert parameters, because ``optimizer_shards.py`` restores them.
+            ``state`` may then also lack weights of experts, which ``optimizer_shards.py`` rounds from master weights.
 
     Raises:
         KeyError: ``state`` lacks a tensor that this rank needs.
@@ -114,7 +127,8 @@ def put_state(
     with torch.no_grad():
         for name, tensor in distinct_state(model_chunks, optimizer):
             # In place, because gradient buffers, hooks and the optimizer reference these tensors.
-            if not (has_shards and is_non_expert(name)):
+            is_restored = has_shards and (is_non_expert(name) or (name not in state and f"{name}/master" in state))
+            if not is_restored:
                 tensor.copy_(state[name])
 
 

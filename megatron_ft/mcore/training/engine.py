@@ -125,6 +125,7 @@ class TrainingEngine:
         *,
         group_keys: adamw.GroupKeys | None = None,
         is_offline: bool = False,
+        state: NamedState | None = None,
     ) -> None:
         """Build model and optimizer on the process groups ``groups``, with initial weights.
 
@@ -132,12 +133,13 @@ class TrainingEngine:
             replicas: experts of the ranks of this stage; None if Megatron assigns experts to ranks.
             group_keys: keys of the parameter groups, from another rank, if not all ranks build now; otherwise None.
             is_offline: whether ``groups`` are not connected, so that this rank cannot exchange ``group_keys``.
+            state: tensors that the optimizer uses instead of its own, see ``adamw.adopt_state``.
         """
         failpoints.hit("prebuild" if is_offline else "build", self.iteration)
         self.groups = groups
         self.pg = groups.pg_collection
         seed_rng(self.config.training.seed, self.pg)
-        self._assemble(replicas, group_keys, is_offline=is_offline)
+        self._assemble(replicas, group_keys, is_offline=is_offline, state=state)
         self.first_generators = generators_digest()  # shows later whether random numbers have been drawn
 
     def use_built(self, groups: Groups, group_keys: adamw.GroupKeys, *, has_moved: bool) -> bool:
@@ -263,9 +265,7 @@ class TrainingEngine:
         self.restore(state)
         set_position(self.scheduler, self.batch.samples_before(self.iteration + 1))
 
-    def _assemble(
-        self, replicas: Replicas | None, group_keys: adamw.GroupKeys | None = None, *, is_offline: bool = False
-    ) -> None:
+    def _assemble(self, replicas: Replicas | None, group_keys: adamw.GroupKeys | None = None, **options: Any) -> None:
         pg = self.pg
         self.transformer_config = build_transformer_config(self.config, self.transformer_impl)
         self.model_chunks = build_model(
@@ -278,13 +278,11 @@ class TrainingEngine:
             router=self._router,
         )
         self.replica_gradients = None if replicas is None else ReplicaGradients(self.model_chunks, replicas, pg.ep)
-        self._equip(group_keys, is_offline=is_offline)
+        self._equip(group_keys, **options)
 
-    def _equip(self, group_keys: adamw.GroupKeys | None, *, is_offline: bool = False) -> None:
+    def _equip(self, group_keys: adamw.GroupKeys | None, **options: Any) -> None:
         pg = self.pg
-        self.optimizer, self.group_keys = build_optimizer(
-            self.config, self.model_chunks, pg, group_keys, is_offline=is_offline
-        )
+        self.optimizer, self.group_keys = build_optimizer(self.config, self.model_chunks, pg, group_keys, **options)
         self.scheduler = build_scheduler(self.config, self.optimizer)
         self._connect_schedule()
         self.batch = plan_batches(self.config.training, pg.dp.size(), pg.pp.size() if len(self.model_chunks) > 1 else 1)

@@ -37,7 +37,7 @@ def trainer_at(monkeypatch: pytest.MonkeyPatch, *, moved: bool, rank: int = 0, g
     from megatron_ft.mcore.recovery import replicas as module
 
     monkeypatch.setattr(module, "resolve_iteration", lambda engine, target: None)
-    monkeypatch.setattr(module, "take_state", lambda *_: {"router": "new"})
+    monkeypatch.setattr(module, "held_state", lambda *_: {"router": "new"})
     former = PreviousPlacement(
         before_iteration=5,
         plans=[Plan("old")],

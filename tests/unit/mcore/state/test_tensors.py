@@ -1,10 +1,12 @@
-"""Tests how experts change places within a rank."""
+"""Tests how experts change places within a rank, and how an engine uses the tensors of another one."""
 
 from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
+
+from megatron_ft.testing import engines
 
 
 @pytest.mark.parametrize("order", list(permutations((1, 4, 6, 7))), ids=str)
@@ -22,3 +24,44 @@ def test_experts_are_sorted_in_place(order: tuple[int, ...], monkeypatch: pytest
     assert [tensor.data_ptr() for tensor in state.values()] == addresses
     wanted = [10.0 * expert + number for expert in sorted(order) for number in range(2)]
     assert [tensor.unique().tolist() for tensor in state.values()] == [[value] for value in wanted]
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_new_engine_continues_with_the_tensors_of_a_released_one(is_sharded: bool) -> None:
+    """Master weights, moments and step counts are not copied, and gradients exist again when the engine is built."""
+    from megatron_ft.mcore.state.tensors import held_state, put_state
+
+    keys = {"precision.params_dtype": "bf16", "parallel.use_distributed_optimizer": is_sharded}
+    config = engines.micro_config(keys)
+    with engines.engine_of(config) as undisturbed:
+        undisturbed.run_iteration(1)
+        undisturbed.run_iteration(2)
+        wanted = engines.digests(undisturbed)
+    with engines.groups_of(config) as groups:
+        engine = engines.new_engine(config)
+        engine.build(groups)
+        engine.run_iteration(1)
+        host, before = engine.train_state(), engines.digests(engine)
+        state = held_state(engine.model_chunks, engine.optimizer)
+        adopted = {name: t.data_ptr() for name, t in state.items() if "/" in name}
+        assert len(adopted) > 100
+        engine.teardown()
+        engine = engines.new_engine(config)
+        engine.build(groups, state=state)
+        assert {name: held.data_ptr() for name, held in held_of(engine).items() if name in adopted} == adopted
+        for chunk in engine.model_chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                assert buffer.grad_data.untyped_storage().nbytes() >= 4 * buffer.numel
+                assert not buffer.grad_data.any()
+        put_state(engine.model_chunks, engine.optimizer, state)
+        engine.restore(host)
+        assert engines.digests(engine) == before
+        engine.run_iteration(2)
+        assert engines.digests(engine) == wanted
+        engine.teardown()
+
+
+def held_of(engine: Any) -> dict[str, torch.Tensor]:
+    from megatron_ft.mcore.state.tensors import held_state
+
+    return held_state(engine.model_chunks, engine.optimizer)
