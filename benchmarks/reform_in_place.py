@@ -10,7 +10,7 @@ three. In one of them each rank has all experts before and after the loss; in th
 tensors of a rank are counted at the start of each iteration and at each step of the recovery: weights, gradient
 buffers, optimizer state, its copies, and what the recovery holds in addition. Activations do not exist at these times.
 The largest count from the loss to the next committed iteration is compared with the larger of the counts in training
-before and after, and with the state that ``dry_run`` predicts. Resident memory is measured, too.
+before and after, and in the first job with the state that ``dry_run`` predicts. Resident memory is only reported.
 
 A fault counts only if the victim recorded it before it happened. Bits are compared by ``localized-bitwise`` and
 ``elastic-bitwise``.
@@ -19,6 +19,7 @@ A fault counts only if the victim recorded it before it happened. Bits are compa
 import contextlib
 import functools
 import gc
+import inspect
 import json
 import math
 import os
@@ -49,8 +50,9 @@ MOST_SMALLER = {"fewer_lanes": 1.15, "expert_sets": 1.3}
 THRESHOLD = (
     f"same layout, state >= {MIN_STATE_BYTES // 10**6} MB a rank: counted peak <= {MOST_MEMORY} of the steady state, "
     f"predicted by dry_run within {MOST_ERROR:.0%}; all survivors keep model and optimizer; healthy stages move "
-    f"nothing but their log; fewer lanes: counted peak <= {MOST_SMALLER['fewer_lanes']} of the larger state, and <= "
-    f"{MOST_SMALLER['expert_sets']} if ranks get other experts; the former predicted by dry_run within {MOST_ERROR:.0%}"
+    f"nothing but their log; fewer ranks: counted peak <= {MOST_SMALLER['fewer_lanes']} of the larger state, and <= "
+    f"{MOST_SMALLER['expert_sets']} if ranks get other experts; without other experts predicted by dry_run within "
+    f"{MOST_ERROR:.0%}"
 )
 FIRST_ITERATION, APART = 14, 10
 VICTIMS = ((1, "forward"), (2, "backward"), (0, "grad_sync"), (3, "dispatch"))
@@ -176,8 +178,9 @@ def warm_counting() -> None:
     the start of each iteration, and at each step of a recovery that creates or drops tensors of the state."""
     from megatron_ft.mcore import rank_main
     from megatron_ft.mcore.model import build
-    from megatron_ft.mcore.optimizer import adamw
+    from megatron_ft.mcore.optimizer import adamw, state_copies
     from megatron_ft.mcore.recovery import replicas
+    from megatron_ft.mcore.state import carried, optimizer_shards, tensors
     from megatron_ft.mcore.training import engine
     from megatron_ft.mcore.training.trainer import Trainer
 
@@ -196,10 +199,12 @@ def warm_counting() -> None:
         (replicas.ElasticTrainer, "keep_copies"),
     ):
         _count_after(owner, name)
+    for module in (tensors, optimizer_shards, carried, state_copies):
+        _count_exchange(module)
     iterate = Trainer.iterate
 
     def counting(trainer: Trainer, iteration: int) -> None:
-        _write_count(is_steady=trainer.membership_start is None)
+        _write_count("iteration", is_steady=trainer.membership_start is None)
         iterate(trainer, iteration)
 
     Trainer.iterate = counting  # type: ignore[method-assign]
@@ -211,20 +216,34 @@ def _count_after(owner: Any, name: str) -> None:
     @functools.wraps(function)
     def counting(*arguments: Any, **named: Any) -> Any:
         result = function(*arguments, **named)
-        _write_count(is_steady=False)
+        _write_count(name)
         return result
 
     setattr(owner, name, counting)
 
 
-def _write_count(*, is_steady: bool) -> None:
-    """Write the bytes of all tensors of this process: each storage counts once."""
+def _count_exchange(module: Any) -> None:
+    """Count the tensors of ``exchange_tensors``, as used by ``module``, together with its buffers."""
+    exchange = module.exchange_tensors
+
+    def counting(outgoing: Any, incoming: Any, group: Any) -> None:
+        if any(frame.function == "reconfigure" for frame in inspect.stack(0)):  # training exchanges tensors, too
+            tensors = [tensor for of_rank in (*outgoing, *incoming) for tensor in of_rank]
+            _write_count("exchange", more_bytes=sum(tensor.nbytes for tensor in tensors))
+        exchange(outgoing, incoming, group)
+
+    module.exchange_tensors = counting
+
+
+def _write_count(step: str, *, is_steady: bool = False, more_bytes: int = 0) -> None:
+    """Write the bytes of all tensors of this process, and ``more_bytes``, at the end of ``step``. Each storage counts
+    once."""
     import torch
 
     storages = (found.untyped_storage() for found in gc.get_objects() if isinstance(found, torch.Tensor))
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     with (Path(os.environ[_COUNTS]) / f"{os.getpid()}.jsonl").open("a") as file:
-        file.write(json.dumps({"is_steady": is_steady, "bytes": sum(sizes.values())}) + "\n")
+        file.write(json.dumps({"step": step, "is_steady": is_steady, "bytes": sum(sizes.values()) + more_bytes}) + "\n")
 
 
 def _reset_largest(pids: Mapping[int, int]) -> None:
@@ -340,7 +359,9 @@ def _smaller(kind: str, size: Sequence[str], folder: Path) -> _Smaller:
             hits, output = run.records("failpoints.jsonl"), run.output[-2000:]
     problems = []
     if len(hits) != 1 or len(watch.counted) != SMALLER_RANKS - 1 or not all(map(all, watch.counted.values())):
-        problems.append(f"{kind}: {len(hits)} of 1 faults, counted bytes {watch.counted}: {output}")
+        problems.append(
+            f"{kind}: {len(hits)} of 1 faults, counted bytes by rank (training, recovery) {watch.counted}: {output}"
+        )
     resident = {rank: (watch.before[rank], peak) for rank, peak in watch.during.items() if rank in watch.before}
     found = _Smaller(counted=watch.counted, predicted_bytes=predicted, resident=resident, problems=problems)
     if kind == "fewer_lanes" and found.error > MOST_ERROR:
@@ -378,7 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem)
     fewer = "; ".join(
         f"{kind} {each.most:.2f}x of {each.state_bytes / 1e6:.0f} MB counted ({each.error:.1%} from the "
-        f"prediction), resident {each.most_resident:.2f}x of the largest before"
+        f"prediction), resident {each.most_resident:.2f}x of that before the loss"
         for kind, each in smaller.items()
     )
     return finish(

@@ -2,9 +2,9 @@
 
 An operator is one routed expert, one layer's gate (router), all other parameters of a layer, the embedding, or the
 head. The parameter counts equal those of Megatron-Core's GPTModel. A component is one tensor of a parameter's state,
-e.g. the master weight. Of each parameter, ``full`` lists the components of the whole state, and ``frozen`` those that
-are sufficient to compute with the parameter without updating it. A rank captures one range of elements of each of its
-parameters.
+e.g. the master weight. ``StateShard.full`` lists the components of a parameter's whole state, and ``StateShard.frozen``
+those that suffice to compute with the parameter without updating it. A rank captures one range of elements of each of
+its parameters.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Configuration of a job on the nodes of one membership, scheduled changes, and files of loads and placements.
+"""Configuration of a job on the nodes of one membership, scheduled changes, and files with loads and placements.
 
 An entry of ``testing.membership_schedule`` is a change such as ``lose(nodes=[2],before_iteration=5)``. The ranks of
 these nodes leave or join before the iteration, without a fault. Tests compare a job that loses and adds nodes because

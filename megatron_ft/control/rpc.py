@@ -212,7 +212,7 @@ class RpcClient:
             # gRPC waits up to two minutes between tries by default: longer than agents wait for the next controller.
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
-            # gRPC's name for the time that one try may take. A busy machine answers late; a vanished one never does.
+            # In fact the timeout of one connection attempt: a busy machine answers late, a vanished one never does.
             ("grpc.min_reconnect_backoff_ms", 2000),
             # Pings soon detect a connection that is dead because a machine vanished or the network was interrupted. TCP
             # alone would repeat its packets for minutes, with longer and longer pauses.

@@ -46,14 +46,11 @@ def exchange_tensors(
     outgoing: Sequence[Sequence[torch.Tensor]],
     incoming: Sequence[Sequence[torch.Tensor]],
     group: dist.ProcessGroup,
-) -> int:
+) -> None:
     """Send ``outgoing[r]`` to each rank r of ``group`` and fill ``incoming[r]`` with the tensors from r, in order.
 
     All ranks of the group must call this. A sender and its receiver must list the same tensors: same order, shapes and
     dtypes.
-
-    Returns:
-        Number of bytes that this rank sent.
     """
     device = _device(group)
     sent = _joined([_bytes(tensor) for of_rank in outgoing for tensor in of_rank], device)
@@ -66,7 +63,6 @@ def exchange_tensors(
     for target, part in zip(targets, received.split([_num_bytes(tensor) for tensor in targets]), strict=True):
         # Cloned, because a view needs an address that is aligned for its dtype, and a part may begin anywhere.
         target.copy_(part.clone().view(target.dtype).view(target.shape))
-    return len(sent)
 
 
 def exchange_one(

@@ -1,8 +1,7 @@
 """Describes how all ranks agree on an iteration: its samples, one ballot of each rank, the vote, and the decision.
 
 A vote is complete when every rank has contributed its ballot; before that, the iteration can be rolled back. The vote
-contains the scalars of the iteration that an exact replay needs. An alert is the result of comparing one measured value
-of a run with its configured limit.
+contains the scalars of the iteration that an exact replay needs.
 """
 
 import math

@@ -155,8 +155,10 @@ class Update:
                     raise CheckpointError(f"update: {name!r} of {piece.parameter!r} must be FP32 and captured now")
         end = max((stop for _, stop in self.ranges(part)), default=0)
         if part.end + end > window_bytes:
-            behind = f"behind the slice, which ends at byte {part.end}"
-            raise CheckpointError(f"update: gradients need {end} bytes {behind}, but the window has {window_bytes}")
+            after = f"after the slice, which ends at byte {part.end}"
+            raise CheckpointError(
+                f"update: gradients need {end} bytes {after}, but the window has {window_bytes} bytes"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""

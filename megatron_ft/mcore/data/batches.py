@@ -1,7 +1,4 @@
-"""Opens the samples of a run, and makes the microbatches of a rank from them.
-
-This module also checks that all ranks and the loaded checkpoint use the same data.
-"""
+"""Opens samples, checks that ranks and checkpoint use the same data, and makes the microbatches of a rank."""
 
 import functools
 import json

@@ -83,12 +83,10 @@ def gradients_put_away(model_chunks: list[torch.nn.Module]) -> Iterator[None]:
     sizes = [buffer.untyped_storage().nbytes() for buffer in buffers]
     for buffer in buffers:
         buffer.untyped_storage().resize_(0)
-    try:
-        yield
-    finally:
-        for buffer, size in zip(buffers, sizes, strict=True):
-            buffer.untyped_storage().resize_(size)
-            buffer.zero_()
+    yield
+    for buffer, size in zip(buffers, sizes, strict=True):
+        buffer.untyped_storage().resize_(size)
+        buffer.zero_()
 
 
 def release_caches() -> None:

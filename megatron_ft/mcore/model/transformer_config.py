@@ -1,7 +1,4 @@
-"""Converts ``JobConfig`` to Megatron's ``TransformerConfig``, names parameters, and sets initial weights.
-
-The initial weights of a parameter depend only on the seed and the parameter's global name, not on the layout.
-"""
+"""Converts ``JobConfig`` to Megatron's ``TransformerConfig``. Names parameters globally, and sets initial weights."""
 
 import hashlib
 import math
@@ -56,7 +53,7 @@ def build_transformer_config(config: JobConfig, transformer_impl: str) -> Transf
         "calculate_per_token_loss": True,
         "deterministic_mode": config.training.deterministic,
         "use_cpu_initialization": transformer_impl == "local",
-        # ``initialize`` sets the weights later. Megatron's initialization only marks which parameters are sharded.
+        # ``initialize_weights`` sets them later. Megatron's initialization only marks which parameters are sharded.
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,

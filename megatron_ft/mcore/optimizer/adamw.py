@@ -185,8 +185,8 @@ def adopt_state(
     model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, state: Mapping[str, torch.Tensor]
 ) -> None:
     """Make a newly built optimizer use the master weights, moments and step counts in ``state``, without copies. The
-    names are those of ``tensors.named_state``. A parameter keeps its own state if ``state`` lacks its master weight, as
-    with quantized state, and if the parameter is its own master weight."""
+    names are those of ``tensors.named_state``. The optimizer keeps its own tensors of a parameter if ``state`` lacks
+    its master weight, if the state is quantized, or if the parameter is its own master weight."""
     names = {parameter: name for chunk in model_chunks for name, parameter in named_parameters(chunk)}
     for member in sub_optimizers(optimizer):
         if isinstance(member.optimizer, ScaledAdamW):
@@ -198,8 +198,8 @@ def adopt_state(
                 continue
             assert found.shape == master.shape, f"{name}: master weight {list(found.shape)} instead of {master.shape}"
             master.data = found
-            kinds = (kind for kind in (*MOMENTS, STEP) if f"{name}/{kind}" in state)
-            member.optimizer.state[master] = {kind: state[f"{name}/{kind}"] for kind in kinds}
+            of_master = ((kind, state.get(f"{name}/{kind}")) for kind in (*MOMENTS, STEP))
+            member.optimizer.state[master] = {kind: tensor for kind, tensor in of_master if tensor is not None}
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
@@ -390,8 +390,8 @@ def build_optimizer(
         group_keys: keys from another rank of the job, if the other ranks do not build an optimizer at the same time;
             None if all ranks build one together and gather the keys.
         is_offline: whether this rank cannot communicate. If so, and without ``group_keys``, only its own keys are used.
-        state: tensors that the optimizer uses instead of its own, see ``adopt_state``; None if it uses its own. If
-            given, no gradient buffers exist while the optimizer is built: its first master weights need their memory.
+        state: tensors that the optimizer uses instead of its own, see ``adopt_state``; None if it uses its own. With
+            ``state``, gradient buffers are freed while the optimizer is built, to make room for its own master weights.
     """
     dtype, options, precision = DTYPES[config.precision.params_dtype], config.optimizer, config.precision
     megatron_config = OptimizerConfig(

@@ -12,8 +12,10 @@ other failure domains get copies of the expert's state in the same way. In a job
 contains the optimizer state of its experts, and the whole shard is copied.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.plan import PlacementPlan
 from megatron_ft.snapshot.repeated_updates import repeat_adamw
 from transformer_engine_ext.optimizer import ParameterRange, ScaledAdamW, placeholder
+
+_MAX_VALUES = 1 << 18
 
 
 @dataclass(kw_only=True)
@@ -177,11 +181,9 @@ class StateCopies:
             described = offers[position].get(str(self._me))
             if described:
                 received.append(_make_room(owner, described, config, self._format))
-        # One parameter per pair of ranks at a time, because an exchange copies all that it sends and receives.
-        num_rounds = max((len(described) for offer in offers for described in offer.values()), default=0)
-        for row in range(num_rounds):
-            outgoing = {lent.keeper: list(lent.masters[row].parts.values()) for lent in sent if row < len(lent.masters)}
-            incoming = {kept.owner: list(kept.states[row].values()) for kept in received if row < len(kept.states)}
+        for part in _rounds([described for offer in offers for described in offer.values()]):
+            outgoing = {lent.keeper: [t for m in lent.masters[part] for t in m.parts.values()] for lent in sent}
+            incoming = {kept.owner: [t for state in kept.states[part] for t in state.values()] for kept in received}
             exchange_tensors(self._by_rank(outgoing), self._by_rank(incoming), self._group)
         return received if former is None else former.kept
 
@@ -209,6 +211,17 @@ def _keepers(
         if holders[0] == me and others:
             found[operator.layer_number, operator.expert] = tuple(others)
     return found
+
+
+def _rounds(described: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[slice]:
+    """Divide the parameters of each pair of ranks into parts for one exchange each, which copies all that it sends and
+    receives. A part has one parameter, or several with at most ``_MAX_VALUES`` values together."""
+    sizes = [max(math.prod(item["shape"]) for item in row if item) for row in zip_longest(*described)]
+    start = 0
+    for stop in range(1, len(sizes) + 1):
+        if stop == len(sizes) or sum(sizes[start : stop + 1]) > _MAX_VALUES:
+            yield slice(start, stop)
+            start = stop
 
 
 def _describe(master: Master) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Coordinator:
                     raise RankLost(
                         f"rank {rank} cannot continue in generation {following.generation}: {error!r}"
                     ) from error
-                # If this rank failed before it entered ``following``, while it copied its state, its state is unusable.
+                # If this rank failed before it entered ``following``, its state may be incomplete.
                 if self.trainer.context.generation != following.generation:
                     raise
                 failure = traceback.format_exc()

@@ -283,7 +283,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         like = expert_like(next(iter(shapes.values()))) if shapes else None
         transfers = [transfer for migration in migrations for transfer in migration.transfers]
         move_experts(old, transfers, groups.world, range(len(move.parts)), into=state, like=like)
-        del old  # if this rank changes its model part, ``membership_start`` has these tensors until the first commit
+        del old  # if this rank changes its model part, ``membership_start`` has these tensors until it has formed
         self.placement = manager
         self.use(groups)
         engine = self.engine
@@ -307,6 +307,11 @@ class ElasticTrainer(KeptLayoutTrainer):
         self._restart_snapshots()
         # A barrier. After it, all ranks have all state of this membership, so the membership can be reported.
         self.collectives.any(False)
+        start = self.membership_start
+        if start is not None and start.is_formed and start.carried is not None:
+            # No rank returns to its former state, and the optimizer will change tensors of it.
+            earlier = start.carried
+            earlier.holdings, earlier.state, earlier.former, earlier.shards = (), {}, {}, None
         # If this rank still has to report the iteration at which a policy stopped the run, ``account`` stops the run.
         if host.stopped is not None and (carried is None or carried.finished is None):
             self.stop(engine.iteration + 1, host.stopped)
@@ -318,11 +323,6 @@ class ElasticTrainer(KeptLayoutTrainer):
         changes = (*held.changes, change.to_text())
         # If a policy stops the run, this membership does not train. After a failure, ranks use their earlier state.
         self.membership_start = replace(beginning, changes=changes, is_formed=not is_stopped)
-        carried = beginning.carried
-        if carried is not None and carried.part == self._part and not is_stopped:
-            # The engine has equal tensors, and ``Carried.after`` would take them from the engine.
-            present = held_state(self.engine.model_chunks, self.engine.optimizer)
-            carried.state = {name: tensor for name, tensor in carried.state.items() if name not in present}
 
     def _placement(self, held: Holding) -> PlacementManager:
         assert held.placement is not None, "the former membership had no placement"
@@ -431,7 +431,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         return carried
 
     def _with_tensors(self, carried: Carried) -> Carried | None:
-        # Adds the tensors, which are only in the engine while the layout is kept. They are unusable if a replay has
+        # Adds the engine's tensors: while the layout is kept, no others exist. They are unusable if a replay has
         # begun to overwrite them, or if new state copies were not made after the replay. Then copies from before the
         # replay are used. Without these, returns None: the rank must receive all its state.
         engine, placement = self.engine, self.placement
@@ -445,7 +445,7 @@ class ElasticTrainer(KeptLayoutTrainer):
             state = held_state(engine.model_chunks, engine.optimizer)
             shards = None if copies is None else Shards.split_off(state, copies, self.topology.model_parts)
         if shards is not None:
-            state = without_rounded(state)  # all ranks must have the same tensors of an expert
+            state = without_rounded(state)  # all ranks must have the same names of an expert's tensors
         in_force = PlacementState(plans=placement.plans, loads=placement.loads)
         holdings = (self._holding(in_force),)
         return replace(carried, holdings=holdings, state=state, shards=shards, digests=None, before_replay=None)

@@ -10,6 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -228,7 +229,8 @@ class Snapshotter:
         opened, memory, iteration = self._opened, self._memory, self._engine.iteration
         assert opened is not None and memory is not None, "call ``resume`` before ``capture_whole``"
         shards, partial = opened.view.shards, opened.partial
-        whole = WindowPlan.whole(opened.view.shards_by_rank, opened.plan.interval_iterations)
+        shards, interval = chain(*opened.view.shards_by_rank), opened.plan.interval_iterations
+        whole = WindowPlan.dense(shards, interval, "whole state in one slice, after a recovery")
         # Use the slice layout of planned windows, because later windows copy experts from this window.
         if partial is not None:
             whole = replace(opened.plan, partial=None, reason=whole.reason)

@@ -45,8 +45,8 @@ class Carried:
     part: int = 0
     """Model part to which ``state`` and ``host`` belong, see ``Topology.model_parts``."""
     state: NamedState
-    """This rank's tensors, without weights that follow from master weights. When the next membership has formed, the
-    tensors that its engine has are removed. Empty in a job that keeps its layout: there, they stay in the engine."""
+    """This rank's tensors. With ``shards``, weights of experts that can be rounded from master weights are left out.
+    Empty in a job that keeps its layout: there, the tensors stay in the engine."""
     host: TrainState
     """State of the rank besides the tensors in ``state`` and ``shards``."""
     former: Mapping[int, tuple[NamedState, TrainState]] = field(default_factory=dict)
@@ -103,8 +103,8 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipStart:
-    """State with which a rank began a membership. It is kept until the membership commits an iteration, because a
-    failure before this commit needs it."""
+    """State with which a rank began a membership. Its tensors are kept until the membership has formed on all ranks,
+    because a failure before this needs them, and the rest until the membership commits an iteration."""
 
     iteration: int
     carried: Carried | None

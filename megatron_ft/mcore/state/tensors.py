@@ -1,5 +1,6 @@
 """Copies, restores and compares a rank's tensors by global name, and moves the tensors of experts between ranks."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -97,13 +98,12 @@ def take_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 
 
 def held_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> NamedState:
-    """Return the tensors of ``take_state`` without copies. The result is valid until model or optimizer train again."""
+    """Return the tensors of ``take_state``, not copies. The result is valid until model or optimizer train again."""
     return {name: tensor.detach() for name, tensor in distinct_state(model_chunks, optimizer)}
 
 
 def without_rounded(state: NamedState) -> NamedState:
-    """Return ``state`` without the compute weights of experts that follow from master weights in ``state``. Weights of
-    quantized master weights are kept."""
+    """Return ``state`` without expert weights whose master weights are in ``state``, unless these are quantized."""
     rounded = {name for name in state if expert_of(name) is not None and f"{name}/master" in state}
     return {n: tensor for n, tensor in state.items() if n not in rounded or f"{n}/master_scales" in state}
 
@@ -115,7 +115,7 @@ def put_state(
     *,
     has_shards: bool = False,
 ) -> None:
-    """Fill a newly built model and optimizer with ``state``, the result of ``take_state``.
+    """Fill a newly built model and optimizer with ``state``, the result of ``take_state`` or ``held_state``.
 
     Args:
         has_shards: whether ``state`` lacks the non-expert parameters, because ``optimizer_shards.py`` restores them.
@@ -172,35 +172,40 @@ def move_experts(
     *,
     into: NamedState | None = None,
     like: NamedState | None = None,
-) -> int:
-    """Move experts between ranks as in ``transfers``. All ranks of ``group`` must call this.
+) -> None:
+    """Move experts between ranks as in ``transfers``. All ranks of ``group`` must call this with the same transfers.
 
     Args:
         state: tensors of this rank, which include the experts that it sends.
         ranks: rank numbers that ``transfers`` uses for the ranks of ``group``, in the order of the group.
         into: dict to which the received tensors are added; None adds them to ``state``.
         like: tensors of any expert, which determine shapes, dtypes and devices; None uses an expert in ``state``.
-
-    Returns:
-        Number of bytes that this rank sent.
     """
     position = {rank: place for place, rank in enumerate(ranks)}
     me = ranks[group.rank()]
     names = by_expert(state)
     like = {name: state[name] for name in next(iter(names.values()))} if like is None else like
     target = state if into is None else into
-    outgoing: list[list[torch.Tensor]] = [[] for _ in position]
-    incoming: list[list[torch.Tensor]] = [[] for _ in position]
-    # Sender and receiver use the order of the plan and sort the names, so names need not be sent.
+    # An exchange needs buffers for what it sends and receives, so a rank sends and receives at most one expert in each.
+    rounds: dict[int, list[Transfer]] = {}
+    sent, received = Counter[int](), Counter[int]()
     for transfer in transfers:
-        expert = (transfer.layer_number, transfer.expert)
-        if transfer.source_rank == me:
-            outgoing[position[transfer.target_rank]] += [state[name] for name in names[expert]]
-        if transfer.target_rank == me:
-            for name, tensor in _space_for(expert, like).items():
-                target[name] = tensor
-                incoming[position[transfer.source_rank]].append(tensor)
-    return exchange_tensors(outgoing, incoming, group)
+        number = max(sent[transfer.source_rank], received[transfer.target_rank])
+        sent[transfer.source_rank] = received[transfer.target_rank] = number + 1
+        rounds.setdefault(number, []).append(transfer)
+    for of_round in (rounds[number] for number in sorted(rounds)):
+        outgoing: list[list[torch.Tensor]] = [[] for _ in position]
+        incoming: list[list[torch.Tensor]] = [[] for _ in position]
+        # Sender and receiver use the order of the plan and sort the names, so names need not be sent.
+        for transfer in of_round:
+            expert = (transfer.layer_number, transfer.expert)
+            if transfer.source_rank == me:
+                outgoing[position[transfer.target_rank]] += [state[name] for name in names[expert]]
+            if transfer.target_rank == me:
+                for name, tensor in _space_for(expert, like).items():
+                    target[name] = tensor
+                    incoming[position[transfer.source_rank]].append(tensor)
+        exchange_tensors(outgoing, incoming, group)
 
 
 def by_expert(state: Iterable[str]) -> dict[_ExpertId, list[str]]:

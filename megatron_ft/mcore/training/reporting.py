@@ -1,7 +1,4 @@
-"""Makes the events about a run's start and its iterations. Measures the compute time of a rank.
-
-``TokenFlops`` counts floating-point operations; ``peak_tflops`` gives the peak rates of GPUs, for TFLOP/s and MFU.
-"""
+"""Makes the events about a run's start and its iterations. Measures compute time, and counts operations for MFU."""
 
 import hashlib
 import importlib.metadata

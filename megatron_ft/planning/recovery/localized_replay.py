@@ -120,8 +120,8 @@ class Standing:
     """Whether no random numbers have been drawn since the rank's model was built. If so, the random number generators
     of a new process in the place of this rank have the same state."""
     copy_plan: str | None = ""
-    """Digest of the plan by which the rank has made copies of its state, and stores copies of other ranks' state
-    (``placement.state_copies``). None if the rank lacks these copies; empty if the job makes no copies."""
+    """Digest of the plan by which the rank sent copies of its state and stores copies of other ranks' state
+    (``placement.state_copies``). None if it lacks copies that it must store; empty if the job makes no copies."""
     placed_from: int = 0
     """First iteration that was committed with the present placement of experts. In windows that started before this
     iteration, experts are on the ranks of an older placement."""
@@ -191,7 +191,7 @@ class LocalizedPlan:
 
     def lacks_copies(self, stage: int, standings: Sequence[Standing]) -> bool:
         """Whether ranks of ``stage`` must receive their state copies again. They must if the stage replays (a replay
-        discards the copies), if a rank of the stage lacks its copies, or if the plans of copies differ."""
+        discards the copies), if a rank of the stage lacks its copies, or if ranks follow different plans."""
         plans = {found.copy_plan for found in standings if found.stage == stage}
         # Plans differ if an earlier recovery was interrupted after only some ranks had made copies by a new plan.
         return self.replays(stage) or None in plans or len(plans) > 1

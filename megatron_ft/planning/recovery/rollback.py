@@ -60,19 +60,19 @@ class Rollback:
 
 
 def _why_not_newest(medium: Medium, loss: Loss, facts: RecoveryFacts) -> str:
-    # Ranks choose in the same way (``RecoverySource.choose``): a checkpoint needs no replay.
+    # As in ``RecoverySource.choose``, prefer a checkpoint that is as new as the window: it needs no replay.
     stored, start = loss.stored, _start_of(medium, loss)
     if stored is None or stored.checkpoint is None or start is None:
         return ""
     if loss.restart is not None and not facts.config.recovery.may_use("checkpoint"):
-        return ""  # ranks that the job restarts by itself ignore checkpoints
+        return ""  # without this strategy, ranks that the job restarts ignore checkpoints
     last = stored.memory_last if medium == "memory" else stored.persisted_last
     size = None if facts.snapshot is None else facts.snapshot.window_iterations
     if last is None and size is not None:
         last = start + size - 1
     if last is None or stored.checkpoint < last:
         return ""
-    return f"the checkpoint of iteration {stored.checkpoint} is at least as new as the newest usable window"
+    return f"the checkpoint of iteration {stored.checkpoint} is at least as new as the newest window"
 
 
 def _start_of(medium: Medium, loss: Loss) -> int | None:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from megatron_ft.config.model import ModelConfig
@@ -165,17 +165,11 @@ class WindowPlan:
     """State that windows leave out; None if every window captures everything."""
 
     @classmethod
-    def whole(cls, shards_by_rank: Sequence[tuple[StateShard, ...]], interval_iterations: int) -> "WindowPlan":
-        """Return a plan that captures the whole state of the job in one slice."""
-        plan = cls.dense(tuple(shard for shards in shards_by_rank for shard in shards))
-        reason = "whole state in one slice, after a recovery"
-        return replace(plan, interval_iterations=interval_iterations, reason=reason)
-
-    @classmethod
-    def dense(cls, shards: tuple[StateShard, ...]) -> "WindowPlan":
+    def dense(cls, shards: Iterable[StateShard], interval_iterations: int = 1, reason: str = "") -> "WindowPlan":
         """Return a plan that captures the whole state of ``shards`` in one slice."""
         operators = sorted({shard.operator for shard in shards}, key=str)
-        return cls(slices=(tuple(Unit(operator=operator) for operator in operators),), interval_iterations=1)
+        units = tuple(Unit(operator=operator) for operator in operators)
+        return cls(slices=(units,), interval_iterations=interval_iterations, reason=reason)
 
     @property
     def num_iterations(self) -> int:

@@ -105,7 +105,7 @@ class _Keeper:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def serve(self) -> None:
-        """Accept connections until the server has to end, see ``lifeline``."""
+        """Accept connections until the server has to end, see ``Lifeline``."""
         for worker in (Hasher(self._store), self._persister):
             worker.start()
         with selectors.DefaultSelector() as selector:

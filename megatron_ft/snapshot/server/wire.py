@@ -1,8 +1,8 @@
 """TCP connections between snapshot servers, for JSON messages and bytes of windows, and checks of message fields.
 
-``Lifeline`` is the connection of the agent: standard input, or a socket if an agent of a later job has taken the server
-over. When it closes, the agent has ended. Bytes on standard input, or a message ``end`` on the socket, end the
-server at once.
+``Lifeline`` tracks the connection to the agent: standard input, or a socket if an agent of a later job has taken the
+server over. When this connection closes, the server ends, at once or after ``Outlive.seconds``. Bytes on standard
+input, or a message ``end`` on the socket, end it at once.
 """
 
 import contextlib

@@ -63,22 +63,19 @@ def content(source: int, target: int, dtype: torch.dtype) -> torch.Tensor:
 def test_every_bit_arrives_whatever_the_type(num_ranks: int) -> None:
     """Each rank sends one tensor of each type to every rank, including itself."""
 
-    def call(group: dist.ProcessGroup) -> dict[str, Any]:
+    def call(group: dist.ProcessGroup) -> list[Any]:
         me = group.rank()
         outgoing = [[content(me, other, dtype) for dtype in DTYPES] for other in range(num_ranks)]
         incoming = [[torch.empty((other + 1, 3), dtype=dtype) for dtype in DTYPES] for other in range(num_ranks)]
-        sent = exchange_tensors(outgoing, incoming, group)
-        wrong = [
+        exchange_tensors(outgoing, incoming, group)
+        return [
             (other, dtype)
             for other in range(num_ranks)
             for dtype, found in zip(DTYPES, incoming[other], strict=True)
             if not same_bits(found, content(other, me, dtype))
         ]
-        return {"wrong": wrong, "sent": sent}
 
-    for rank, result in enumerate(on_ranks(num_ranks, call)):
-        row_bytes = sum(3 * torch.empty(0, dtype=dtype).element_size() for dtype in DTYPES)
-        assert result == {"wrong": [], "sent": num_ranks * (rank + 1) * row_bytes}
+    assert on_ranks(num_ranks, call) == [[]] * num_ranks
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -114,6 +111,7 @@ def test_ranks_with_nothing_to_send_take_part() -> None:
             outgoing[2] = [torch.tensor([3.0, 4.0])]
         if group.rank() == 2:
             incoming[0] = [target]
-        return [exchange_tensors(outgoing, incoming, group), target.tolist()]
+        exchange_tensors(outgoing, incoming, group)
+        return target.tolist()
 
-    assert on_ranks(3, call) == [[8, [0.0, 0.0]], [0, [0.0, 0.0]], [0, [3.0, 4.0]]]
+    assert on_ranks(3, call) == [[0.0, 0.0], [0.0, 0.0], [3.0, 4.0]]

@@ -64,7 +64,7 @@ class Recorder:
         if plan is None:
             from megatron_ft.planning.snapshot.plan import WindowPlan
 
-            plan = WindowPlan.whole(view.shards_by_rank, 1)
+            plan = WindowPlan.dense(shard for shards in view.shards_by_rank for shard in shards)
         return {
             piece[:6]: view.source(piece).detach().contiguous().reshape(-1).view(_bytes()).numpy().tobytes()
             for piece in view.pieces(plan, 0)

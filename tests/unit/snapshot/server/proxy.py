@@ -1,4 +1,4 @@
-"""Provides a TCP proxy before a server, in which a test can change, delay or stop bytes."""
+"""Provides a TCP proxy in front of a server, in which a test can change, delay or stop bytes."""
 
 import contextlib
 import socket
@@ -70,7 +70,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxy(target: str, disturb: Disturb, *, accept_after_seconds: float = 0.0) -> Iterator[Proxy]:
-    """Run a proxy before ``target`` during the block. It listens at once, and accepts connections later if asked to."""
+    """Run a proxy in front of ``target`` during the block. It accepts connections after ``accept_after_seconds``."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = Proxy(f"127.0.0.1:{listener.getsockname()[1]}", target, disturb)
         thread = threading.Timer(accept_after_seconds, running.serve, args=(listener,))

@@ -190,7 +190,7 @@ def test_an_update_that_does_not_fit_its_slice_is_refused(part: Slice, update: U
 def test_gradients_that_do_not_fit_the_window_are_refused() -> None:
     update_of().check(slice_of(11), SLICE_BYTES + GRADIENT_BYTES)
     window_bytes = SLICE_BYTES + 4 * SIZES[0]
-    expected = f"need .* behind the slice, which ends at byte {SLICE_BYTES}, but the window has {window_bytes}$"
+    expected = f"need .* after the slice, which ends at byte {SLICE_BYTES}, but the window has {window_bytes} bytes$"
     with pytest.raises(CheckpointError, match=expected):
         update_of().check(slice_of(11), window_bytes)
 
