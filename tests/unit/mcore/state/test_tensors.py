@@ -1,11 +1,13 @@
 """Tests how experts change places within a rank, and how an engine uses the tensors of another one."""
 
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_ft.planning.placement.migration import Transfer
 from megatron_ft.testing import engines
 
 
@@ -65,3 +67,34 @@ def held_of(engine: Any) -> dict[str, torch.Tensor]:
     from megatron_ft.mcore.state.tensors import held_state
 
     return held_state(engine.model_chunks, engine.optimizer)
+
+
+def test_a_rank_sends_and_receives_at_most_one_expert_in_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 sends two experts and receives two; ranks 1 and 2 also exchange one with each other at the same time."""
+    from megatron_ft.mcore.state import tensors
+
+    moves = [(1, 0, 1), (2, 0, 2), (3, 1, 0), (4, 2, 0), (5, 1, 2)]  # expert, from, to
+    transfers = [
+        Transfer(layer_number=1, expert=expert, source_rank=source, target_rank=target, num_bytes=4)
+        for expert, source, target in moves
+    ]
+    sent, exchanges = [], []
+
+    def exchange(outgoing: Any, incoming: Any, _: Any) -> None:
+        exchanges.append((sum(map(len, outgoing)), sum(map(len, incoming))))
+        sent.extend(float(tensor) for of_rank in outgoing for tensor in of_rank)
+
+    monkeypatch.setattr(tensors, "exchange_tensors", exchange)
+    name = "decoder.layers.0.mlp.experts.local_experts.{}.weight"
+    state = {name.format(expert): torch.tensor(float(expert)) for expert in (0, 1, 2)}
+    tensors.move_experts(state, transfers, SimpleNamespace(rank=lambda: 0), range(3))  # type: ignore[arg-type]
+    assert sent == [1.0, 2.0]
+    assert all(max(count) <= 1 for count in exchanges)
+    assert {name.format(expert) for expert in (3, 4)} <= set(state)
+    others = []
+    for rank in (1, 2):
+        exchanges.clear()
+        held = {name.format(expert): torch.tensor(float(expert)) for expert in ((3, 5), (4, 6))[rank - 1]}
+        tensors.move_experts(held, transfers, SimpleNamespace(rank=lambda rank=rank: rank), range(3))  # type: ignore[arg-type]
+        others.append(len(exchanges))
+    assert others == [len(exchanges)] * 2, "all ranks make the same number of exchanges"
