@@ -171,7 +171,7 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
 
 def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
     """Return the number of parameters whose optimizer state a rank copies from other ranks (mean over ranks). Each
-    expert counts as if it had ``placement.min_replicas`` replicas, even if it has more."""
+    expert counts as if it had ``placement.min_replicas`` replicas, or as many as there are slots."""
     placement, stage_size = config.placement, topology.stage_size
     if placement.state_copies is None:
         return 0
@@ -181,9 +181,10 @@ def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topolo
     # copied only if it has fewer replicas than ``state_copies``.
     shard = -(-parameters.num_dense // (topology.data_parallel_size * topology.context_parallel_size))
     num_dense = shard * (placement.state_copies - 1) if config.parallel.use_distributed_optimizer else 0
-    per_expert = parameters.num_expert // max(1, placement.num_slots_per_rank or 0)
-    num_missing = max(0, placement.state_copies - placement.min_replicas) * (config.model.num_moe_experts or 0)
-    return num_dense + -(-num_missing * per_expert // stage_size)
+    num_slots, num_experts = placement.num_slots_per_rank or 0, config.model.num_moe_experts or 0
+    per_expert = parameters.num_expert // max(1, num_slots)
+    num_held = min(placement.min_replicas * num_experts, num_slots * stage_size)
+    return num_dense + -(-max(0, placement.state_copies * num_experts - num_held) * per_expert // stage_size)
 
 
 def _activation_bytes(config: JobConfig, topology: Topology, pipeline_stage: int, vocab_size: int) -> int:

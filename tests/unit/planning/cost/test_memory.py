@@ -91,6 +91,20 @@ def test_copies_of_optimizer_state_are_counted(copies: int | None, is_sharded: b
     assert found.copies_bytes == num_copied * 16
 
 
+def test_experts_without_slots_for_their_replicas_are_counted_as_copied() -> None:
+    """4 ranks have 4 slots for 2 replicas of each of 4 experts, so 4 of 8 copies of their state
+    have no slot. Each rank updates 20 of 80 dense parameters."""
+    placement = replace(job().placement, algorithm={"_target_": "x"}, num_slots_per_rank=1, min_replicas=2)
+    parameters, topology = RankParameters(num_dense=80, num_expert=6), Topology(world_size=4)
+    found = {
+        copies: RankMemory.of_stage(
+            replace(job(), placement=replace(placement, state_copies=copies)), parameters, topology, 0, VOCABULARY
+        ).copies_bytes
+        for copies in (1, 2, 3)
+    }
+    assert found == {1: 0, 2: (20 + 4 * 6 // 4) * 16, 3: (2 * 20 + 8 * 6 // 4) * 16}
+
+
 @pytest.mark.parametrize(("copies", "num_copied"), [(1, 0), (2, 20 + 12), (3, 2 * (20 + 12))])
 def test_copied_shards_contain_experts_without_replicas(copies: int, num_copied: int) -> None:
     """Each of 4 ranks updates 20 of 80 dense parameters, and 12 of 24 of its experts."""
