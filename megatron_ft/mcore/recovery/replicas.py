@@ -36,7 +36,7 @@ from megatron_ft.mcore.state.carried import (
 )
 from megatron_ft.mcore.state.optimizer_shards import ShardMove, Shards
 from megatron_ft.mcore.state.rank_status import Holding, Key, Previous, RankStatus, choose_holding, resolve_iteration
-from megatron_ft.mcore.state.tensors import NamedState, by_expert, held_state, move_experts, put_state, without_rounded
+from megatron_ft.mcore.state.tensors import NamedState, by_expert, held_state, move_experts, put_state
 from megatron_ft.planning.placement.migration import MigrationPlan
 from megatron_ft.planning.recovery.layout import JobLayouts, MembershipLayout
 from megatron_ft.planning.recovery.membership import NextMembership, Target
@@ -222,11 +222,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         )
 
     def _check_parts(self, move: MembershipMove) -> None:
-        """Check that at least one rank has the state of each model part.
-
-        Raises:
-            RecoveryError: the state of a model part is lost.
-        """
+        """Raise RecoveryError if no rank has the state of a model part."""
         if move.lost_parts:
             lost = "; ".join(map(move.topology.describe_part, move.lost_parts))
             raise RecoveryError(
@@ -237,11 +233,8 @@ class ElasticTrainer(KeptLayoutTrainer):
     def _shard_move(
         self, carried: Carried | None, stated: Sequence[dict[str, Any] | None], iteration: int
     ) -> ShardMove | None:
-        """Return the ``ShardMove`` for all ranks' optimizer shards; None if each rank has the whole state.
-
-        Raises:
-            RecoveryError: the ranks together lack a part of the state.
-        """
+        """Return the ``ShardMove`` for all ranks' optimizer shards; None if each rank has the whole state. Raise
+        RecoveryError if the ranks together lack a part of the state."""
         if not self.config.parallel.use_distributed_optimizer:
             return None
         mine = None if carried is None else carried.shards
@@ -263,7 +256,9 @@ class ElasticTrainer(KeptLayoutTrainer):
             shards: move of the distributed optimizer's shards; None without a distributed optimizer.
         """
         host, held, shapes = move.share(carried, groups)
-        manager = self._placement(held)
+        assert held.placement is not None, "the former membership had no placement"
+        stage = self.topology.coordinates(self.context.rank).pp
+        manager = PlacementManager(self.config, stage=stage, before=held.placement)
         migrations = self._follow(manager, move)
         generation = self.context.generation
         is_short = self.job.recovery.keep_layout and len(move.parts) < self.job.world_size
@@ -291,6 +286,7 @@ class ElasticTrainer(KeptLayoutTrainer):
         failpoints.hit("reform_build", engine.iteration)
         engine.build(groups, manager.replicas(), state=state)
         put_state(engine.model_chunks, engine.optimizer, state, has_shards=shards is not None)
+        del state  # it still has the experts that this rank has sent away
         if shards is not None:
             failpoints.hit("reform_move", engine.iteration)
             shards.restore(engine.model_chunks, engine.optimizer, groups)
@@ -301,33 +297,30 @@ class ElasticTrainer(KeptLayoutTrainer):
         engine.restore(host)
         set_position(engine.scheduler, engine.batch.samples_before(engine.iteration + 1))
         self.rounded_off = host.rounded_off
-        # Call this before ``_note_formed``. After that, a failure no longer returns this rank to its earlier state.
-        self.keep_copies()
-        self._note_formed(held, move, is_stopped=host.stopped is not None)
-        self._restart_snapshots()
-        # A barrier. After it, all ranks have all state of this membership, so the membership can be reported.
+        formed = self._note_formed(held, move, is_stopped=host.stopped is not None)
+        # A barrier. After it, all ranks have all state of this membership, so no rank returns to its former state.
         self.collectives.any(False)
-        start = self.membership_start
-        if start is not None and start.is_formed and start.carried is not None:
-            # No rank returns to its former state, and the optimizer will change tensors of it.
-            earlier = start.carried
-            earlier.holdings, earlier.state, earlier.former, earlier.shards = (), {}, {}, None
+        if formed is not None:  # its tensors need memory, and the optimizer will change them
+            formed.holdings, formed.state, formed.former = (), {}, {}
+        self.keep_copies()
+        self._restart_snapshots()
+        # A barrier. After it, all ranks have copies of their shards, so the membership can be reported.
+        self.collectives.any(False)
+        if formed is not None:
+            formed.shards = None
         # If this rank still has to report the iteration at which a policy stopped the run, ``account`` stops the run.
         if host.stopped is not None and (carried is None or carried.finished is None):
             self.stop(engine.iteration + 1, host.stopped)
 
-    def _note_formed(self, held: Holding, move: MembershipMove, *, is_stopped: bool) -> None:
+    def _note_formed(self, held: Holding, move: MembershipMove, *, is_stopped: bool) -> Carried | None:
+        # Returns the former state of this rank if the membership trains; None if the rank had none.
         beginning = self.membership_start
         assert beginning is not None, "no membership is being formed"
         change = MembershipChange.between(held.nodes, self.members, move.joining, beginning.iteration + 1)
         changes = (*held.changes, change.to_text())
         # If a policy stops the run, this membership does not train. After a failure, ranks use their earlier state.
         self.membership_start = replace(beginning, changes=changes, is_formed=not is_stopped)
-
-    def _placement(self, held: Holding) -> PlacementManager:
-        assert held.placement is not None, "the former membership had no placement"
-        stage = self.topology.coordinates(self.context.rank).pp
-        return PlacementManager(self.config, stage=stage, before=held.placement)
+        return None if is_stopped else beginning.carried
 
     def _follow(self, manager: PlacementManager, move: MembershipMove) -> tuple[MigrationPlan, ...]:
         found = manager.follow(move.holders(manager.plans))
@@ -420,7 +413,7 @@ class ElasticTrainer(KeptLayoutTrainer):
             is_moving = self.previous_placement is not None and self.previous_placement.host is not None
             return self._take(target, (), in_place=in_place) if engine.is_built or is_moving else None
         if beginning.is_formed:
-            return self._take(target, beginning.changes, in_place=in_place).after(beginning.carried)
+            return self._take(target, beginning.changes, in_place=in_place, is_new=True).after(beginning.carried)
         carried = beginning.carried
         if self.config.recovery.keep_layout:
             engine.abort()  # the engine has the only copy of the state
@@ -444,14 +437,13 @@ class ElasticTrainer(KeptLayoutTrainer):
         else:
             state = held_state(engine.model_chunks, engine.optimizer)
             shards = None if copies is None else Shards.split_off(state, copies, self.topology.model_parts)
-        if shards is not None:
-            state = without_rounded(state)  # all ranks must have the same names of an expert's tensors
         in_force = PlacementState(plans=placement.plans, loads=placement.loads)
         holdings = (self._holding(in_force),)
         return replace(carried, holdings=holdings, state=state, shards=shards, digests=None, before_replay=None)
 
-    def _take(self, target: Target, changes: tuple[str, ...], *, in_place: bool) -> Carried:
+    def _take(self, target: Target, changes: tuple[str, ...], *, in_place: bool, is_new: bool = False) -> Carried:
         # Returns the state of a rank that has all state of its membership. ``changes``: see ``Holding.changes``.
+        # ``is_new``: whether the membership has committed no iteration.
         engine = self.engine
         finished = resolve_iteration(engine, target)
         # The other ranks have observed the loads of this iteration already. All ranks must plan from the same loads.
@@ -484,9 +476,11 @@ class ElasticTrainer(KeptLayoutTrainer):
         self.evacuated = None
         # Without a placement, the layout stays the same, and so do the shards.
         if placement is not None and self.config.parallel.use_distributed_optimizer:
-            assert copies is not None, "this rank keeps no copies of shards"
-            shards = Shards.split_off(state, copies, self.topology.model_parts).and_also(evacuated_shards)
-            state = without_rounded(state)
+            if copies is not None:
+                shards = Shards.split_off(state, copies, self.topology.model_parts).and_also(evacuated_shards)
+            else:  # the copies were not made, so the shards of the former membership are still there
+                assert is_new, "this rank keeps no copies of shards"
+                Shards.remove_from(state)
         stops = finished is not None and finished.decision.action == "stop"
         return Carried(
             holdings=holdings,

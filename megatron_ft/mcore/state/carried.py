@@ -90,7 +90,7 @@ class Carried:
             holdings=(*before.holdings, *self.holdings),
             state={**state, **self.state},
             former=earlier,
-            shards=None if self.shards is None else self.shards.and_also(before.shards),
+            shards=before.shards if self.shards is None else self.shards.and_also(before.shards),
             host=replace(self.host, stopped=before.host.stopped),
             finished=before.finished,
             batch=before.batch,

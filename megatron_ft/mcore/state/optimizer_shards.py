@@ -80,11 +80,9 @@ class Shards:
 
     @classmethod
     def split_off(cls, state: NamedState, copies: StateCopies, parts: Sequence[int]) -> "Shards":
-        """Remove the non-expert parameters from ``state``, which has all tensors of a rank, and return their optimizer
-        state. The weights are dropped, because they follow from the master weights. ``copies`` are this rank's copies
-        of other ranks' state. ``parts`` lists the model part of each rank."""
-        part = parts[copies.rank]
-        taken = {name: state.pop(name) for name in list(state) if is_non_expert(name)}
+        """Call ``remove_from``, and return the optimizer state of the removed parameters. ``copies`` are this rank's
+        copies of other ranks' state. ``parts`` lists the model part of each rank."""
+        part, taken = parts[copies.rank], cls.remove_from(state)
         steps = {int(tensor) for name, tensor in taken.items() if name.endswith("/step")}
         pieces = []
         for name, (start, stop) in copies.ranges.items():
@@ -106,6 +104,15 @@ class Shards:
         sizes = {name: tensor.numel() for name, tensor in taken.items() if "/" not in name}
         kinds = {kind: dtype for kind, dtype in copies.kinds.items() if kind != STEP}
         return cls(sizes={part: sizes}, step=next(iter(steps), None), pieces=tuple(pieces), kinds=kinds)
+
+    @staticmethod
+    def remove_from(state: NamedState) -> NamedState:
+        """Remove the non-expert parameters from ``state``, which has all tensors of a rank, and return them. Also
+        remove the weights of experts that ``restore`` rounds from master weights, unless these are quantized."""
+        for name in [name for name in state if f"{name}/{MASTER}" in state and f"{name}/{MASTER}_scales" not in state]:
+            if not is_non_expert(name):
+                del state[name]
+        return {name: state.pop(name) for name in list(state) if is_non_expert(name)}
 
     def and_also(self, other: "Shards | None") -> "Shards":
         """Return the union of this state and ``other``. Both states must be from after the same iteration."""

@@ -102,12 +102,6 @@ def held_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
     return {name: tensor.detach() for name, tensor in distinct_state(model_chunks, optimizer)}
 
 
-def without_rounded(state: NamedState) -> NamedState:
-    """Return ``state`` without expert weights whose master weights are in ``state``, unless these are quantized."""
-    rounded = {name for name in state if expert_of(name) is not None and f"{name}/master" in state}
-    return {n: tensor for n, tensor in state.items() if n not in rounded or f"{n}/master_scales" in state}
-
-
 def put_state(
     model_chunks: list[torch.nn.Module],
     optimizer: MegatronOptimizer,
