@@ -239,14 +239,18 @@ class ElasticTrainer(KeptLayoutTrainer):
             return None
         mine = None if carried is None else carried.shards
         parts, num_layers = self.topology.model_parts, self.config.model.num_layers
-        move = ShardMove.of(mine, stated, parts=parts, iteration=iteration, num_layers=num_layers)
-        missing = move.missing()
-        if missing is not None:
-            raise RecoveryError(
-                f"generation {self.context.generation} cannot continue from the state of the remaining ranks: "
-                f"{missing.summary()}"
-            )
-        return move
+        known = {part for statement in stated if statement is not None for part, _ in statement["sizes"]}
+        if lacking := sorted(set(parts) - known):
+            reason = f"no rank has optimizer state of {'; '.join(map(self.topology.describe_part, lacking))}"
+        else:
+            move = ShardMove.of(mine, stated, parts=parts, iteration=iteration, num_layers=num_layers)
+            missing = move.missing()
+            if missing is None:
+                return move
+            reason = missing.summary()
+        raise RecoveryError(
+            f"generation {self.context.generation} cannot continue from the state of the remaining ranks: {reason}"
+        )
 
     def _go_on(self, carried: Carried | None, move: MembershipMove, groups: Groups, shards: ShardMove | None) -> None:
         """Send state to ranks that lack it, then build and fill model and optimizer. All ranks must call this.

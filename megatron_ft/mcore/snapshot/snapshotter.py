@@ -229,8 +229,8 @@ class Snapshotter:
         opened, memory, iteration = self._opened, self._memory, self._engine.iteration
         assert opened is not None and memory is not None, "call ``resume`` before ``capture_whole``"
         shards, partial = opened.view.shards, opened.partial
-        shards, interval = chain(*opened.view.shards_by_rank), opened.plan.interval_iterations
-        whole = WindowPlan.dense(shards, interval, "whole state in one slice, after a recovery")
+        every, reason = chain(*opened.view.shards_by_rank), "whole state in one slice, after a recovery"
+        whole = WindowPlan.dense(every, opened.plan.interval_iterations, reason)
         # Use the slice layout of planned windows, because later windows copy experts from this window.
         if partial is not None:
             whole = replace(opened.plan, partial=None, reason=whole.reason)

@@ -89,6 +89,7 @@ class Carried:
             self,
             holdings=(*before.holdings, *self.holdings),
             state={**state, **self.state},
+            has_moved=self.has_moved or before.has_moved,
             former=earlier,
             shards=before.shards if self.shards is None else self.shards.and_also(before.shards),
             host=replace(self.host, stopped=before.host.stopped),

@@ -243,3 +243,12 @@ def test_a_job_with_another_policy_plans_again_and_keeps_the_window_until_the_ne
         assert starts and all(next_ - start == interval_iterations for start, next_ in itertools.pairwise(starts))
         assert not after.of_kind(SnapshotProblem)
         after.snapshots.close()
+
+
+def test_the_whole_state_is_not_captured_if_it_does_not_fit_the_buffers(tmp_path: Path) -> None:
+    with run_of(tmp_path, interval_iterations=1) as (run, _):
+        run.train(1)
+        run.snapshots._memory.arena.window_bytes //= 2  # type: ignore[union-attr]
+        run.snapshots.capture_whole(run.engine.newest_vote)
+        (problem,) = run.of_kind(SnapshotProblem)
+        assert "does not fit the window buffers" in problem.error

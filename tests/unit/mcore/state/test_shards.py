@@ -2,11 +2,14 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_ft.errors import RecoveryError
 from megatron_ft.mcore.state.operator_view import _cut_shards, _from_record, _PartHolding, _sizes, _to_record
 from megatron_ft.operators import Component, check_shards
+from megatron_ft.topology import Topology
 
 WEIGHT = Component(name="weight", dtype="bfloat16", item_bytes=2)
 MASTER = Component(name="master", dtype="float32", item_bytes=4)
@@ -84,3 +87,20 @@ def test_holdings_survive_json() -> None:
     record = json.loads(json.dumps(_to_record(holdings)))
     assert _from_record(record) == holdings
     assert len(record["kinds"]) == 2
+
+
+def test_a_model_part_without_any_shards_is_named() -> None:
+    """Rank 1 has weights of stage 1 and no optimizer state, as after a loss before state copies were made."""
+    from megatron_ft.mcore.recovery.replicas import ElasticTrainer
+
+    topology = Topology(world_size=2, pipeline_model_parallel_size=2)
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(
+            parallel=SimpleNamespace(use_distributed_optimizer=True), model=SimpleNamespace(num_layers=2)
+        ),
+        context=SimpleNamespace(generation=3),
+        topology=topology,
+    )
+    for stated in ([{"sizes": [(0, {"embedding": 4})]}, None], [None, None]):
+        with pytest.raises(RecoveryError, match="generation 3 .* no rank has optimizer state of .*pipeline stage 1"):
+            ElasticTrainer._shard_move(trainer, None, stated, 4)  # type: ignore[arg-type]
