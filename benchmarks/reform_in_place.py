@@ -19,7 +19,6 @@ A fault counts only if the victim recorded it before it happened. Bits are compa
 import contextlib
 import functools
 import gc
-import inspect
 import json
 import math
 import os
@@ -173,6 +172,10 @@ def _counted(path: Path) -> tuple[int, int]:
     return max(steady, default=0), max(recovering, default=0)
 
 
+_recovering: list[bool] = []
+"""Not empty while this rank forms another membership."""
+
+
 def warm_counting() -> None:
     """Import what ranks need, and make ranks write the bytes of their tensors to files in the folder ``_COUNTS``: at
     the start of each iteration, and at each step of a recovery that creates or drops tensors of the state."""
@@ -201,13 +204,21 @@ def warm_counting() -> None:
         _count_after(owner, name)
     for module in (tensors, optimizer_shards, carried, state_copies):
         _count_exchange(module)
-    iterate = Trainer.iterate
+    iterate, reconfigure = Trainer.iterate, replicas.ElasticTrainer.reconfigure
+
+    def recovering(*arguments: Any, **named: Any) -> None:
+        _recovering.append(True)
+        try:
+            reconfigure(*arguments, **named)
+        finally:
+            _recovering.pop()
 
     def counting(trainer: Trainer, iteration: int) -> None:
         _write_count("iteration", is_steady=trainer.membership_start is None)
         iterate(trainer, iteration)
 
     Trainer.iterate = counting  # type: ignore[method-assign]
+    replicas.ElasticTrainer.reconfigure = recovering  # type: ignore[method-assign]
 
 
 def _count_after(owner: Any, name: str) -> None:
@@ -227,7 +238,7 @@ def _count_exchange(module: Any) -> None:
     exchange = module.exchange_tensors
 
     def counting(outgoing: Any, incoming: Any, group: Any) -> None:
-        if any(frame.function == "reconfigure" for frame in inspect.stack(0)):  # training exchanges tensors, too
+        if _recovering:  # training exchanges tensors, too
             tensors = [tensor for of_rank in (*outgoing, *incoming) for tensor in of_rank]
             _write_count("exchange", more_bytes=sum(tensor.nbytes for tensor in tensors))
         exchange(outgoing, incoming, group)

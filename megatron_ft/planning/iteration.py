@@ -461,7 +461,7 @@ class AlertLimits:
 
     def judge(self, figures: "AlertFigures") -> "Iterator[Alert]":
         """Compare each value in ``figures`` with its limit; values that are None or have no limit are left out."""
-        for name in NAMES:
+        for name in ALERT_NAMES:
             limit: float | None = getattr(self, name)
             value: float | None = getattr(figures, name)
             if limit is not None and value is not None:
@@ -495,14 +495,7 @@ class Alert:
 
 _LOWEST = ("single_loss_survival", "free_disk_share")
 """Names of the values whose limit is a minimum. The limits of all other values are maxima."""
-NAMES = (
-    "single_loss_survival",
-    "stall_share",
-    "windows_behind",
-    "free_disk_share",
-    "slowest_rank_over_median",
-    "lost_token_share",
-)
+ALERT_NAMES = tuple(field.name for field in fields(AlertFigures))
 """Names of all values that can have an alert."""
 
 

@@ -52,7 +52,7 @@ class Master:
 def masters(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[Master]:
     """Yield all master weights of this rank, in the order of the optimizer. Allocate their moments first."""
     allocate_state(optimizer)
-    names = {parameter: name for chunk in model_chunks for name, parameter in named_parameters(chunk)}
+    names = _names_of(model_chunks)
     for member in sub_optimizers(optimizer):
         decay = {id(p): group["weight_decay"] for group in member.optimizer.param_groups for p in group["params"]}
         for parameter, tensor in masters_of(member):
@@ -66,6 +66,10 @@ def masters(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -
                 parts=state_tensors(member, tensor),
                 weight_decay=decay[id(tensor)],
             )
+
+
+def _names_of(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
+    return {parameter: name for chunk in model_chunks for name, parameter in named_parameters(chunk)}
 
 
 # The distributed optimizer is stored in Megatron's format ``fully_reshardable``, as tensors with the shapes of the
@@ -187,7 +191,7 @@ def adopt_state(
     """Make a newly built optimizer use the master weights, moments and step counts in ``state``, without copies. The
     names are those of ``tensors.named_state``. The optimizer keeps its own tensors of a parameter if ``state`` lacks
     its master weight, if the state is quantized, or if the parameter is its own master weight."""
-    names = {parameter: name for chunk in model_chunks for name, parameter in named_parameters(chunk)}
+    names = _names_of(model_chunks)
     for member in sub_optimizers(optimizer):
         if isinstance(member.optimizer, ScaledAdamW):
             continue

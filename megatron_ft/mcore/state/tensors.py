@@ -94,7 +94,7 @@ NamedState = dict[str, torch.Tensor]
 
 def take_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> NamedState:
     """Return copies of every parameter, buffer, master weight and moment of this rank, by name."""
-    return {name: tensor.detach().clone() for name, tensor in distinct_state(model_chunks, optimizer)}
+    return {name: tensor.clone() for name, tensor in held_state(model_chunks, optimizer).items()}
 
 
 def held_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> NamedState:

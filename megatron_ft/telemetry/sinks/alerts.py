@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ft import events
 from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
-from megatron_ft.planning.iteration import NAMES, Alert, AlertFigures, AlertLimits, windows_behind
+from megatron_ft.planning.iteration import ALERT_NAMES, Alert, AlertFigures, AlertLimits, windows_behind
 from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5
@@ -58,7 +58,7 @@ class AlertSink(Sink):
 
     @classmethod
     def open(cls, context: SinkContext) -> "AlertSink":
-        limits = AlertLimits(**{name: getattr(context.config.telemetry, f"alert_{name}") for name in NAMES})
+        limits = AlertLimits(**{name: getattr(context.config.telemetry, f"alert_{name}") for name in ALERT_NAMES})
         return cls(limits, free_disk_share=partial(_free_share, context.run_dir))
 
     def write(self, record: Record) -> None:

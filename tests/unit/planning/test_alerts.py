@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from megatron_ft.planning.iteration import NAMES, AlertFigures, AlertLimits, Slowest, windows_behind
+from megatron_ft.planning.iteration import ALERT_NAMES, AlertFigures, AlertLimits, Slowest, windows_behind
 
 LIMITS = AlertLimits(
     single_loss_survival=1.0,
@@ -34,9 +34,9 @@ def test_each_figure_has_its_side(name: str, in_order: float, beyond: float) -> 
     assert (alert.name, alert.value, alert.limit) == (name, beyond, getattr(LIMITS, name))
 
 
-@given(some.builds(AlertFigures, **{name: some.none() | some.floats(0.0, 9.0) for name in NAMES}))
+@given(some.builds(AlertFigures, **{name: some.none() | some.floats(0.0, 9.0) for name in ALERT_NAMES}))
 def test_what_is_not_known_or_not_watched_is_not_judged(figures: AlertFigures) -> None:
-    known = {name for name in NAMES if getattr(figures, name) is not None}
+    known = {name for name in ALERT_NAMES if getattr(figures, name) is not None}
     assert {alert.name for alert in LIMITS.judge(figures)} == known
     assert list(AlertLimits().judge(figures)) == []
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_ft import events
 from megatron_ft.config.job import JobConfig
 from megatron_ft.events import AlertCleared, AlertRaised, Metrics, Record
-from megatron_ft.planning.iteration import NAMES, AlertLimits
+from megatron_ft.planning.iteration import ALERT_NAMES, AlertLimits
 from megatron_ft.telemetry import open_sinks
 from megatron_ft.telemetry.read import read_events
 from megatron_ft.telemetry.sinks.alerts import DISK_SECONDS, NUM_WINDOWS, AlertSink, _free_share
@@ -187,7 +187,7 @@ def test_a_slow_rank_is_named_and_unknown_is_no_news(sink: AlertSink) -> None:
     assert isinstance(other, AlertRaised) and other.rank is None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALERT_NAMES)
 def test_every_alert_has_words_and_names_its_key(name: str) -> None:
     output = AlertRaised(alert=name, value=0.25, limit=0.5, iteration=3).describe()
     assert output is not None and f"(telemetry.alert_{name}=0.5)" in output.text and len(output.text) > 60
