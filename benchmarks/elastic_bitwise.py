@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.campaign import Outcome, Trial, execute_jobs, run_campaign
 from benchmarks.covering import Row
-from benchmarks.elastic_jobs import ABOUT_NODES, MOST_ITERATIONS, NUM_NODES, Bench, Recorded, failpoints
+from benchmarks.elastic_jobs import ABOUT_NODES, MIGRATING, MOST_ITERATIONS, NUM_NODES, Bench, Recorded, failpoints
 from benchmarks.histories import scripted
 from benchmarks.node_killer import StoppedNodeKiller
 from benchmarks.report import finish, parse_arguments
@@ -50,7 +50,8 @@ COMPARED_ITERATIONS = 40
 iterations."""
 SEED = 20261121
 WARM = "megatron_ft.mcore.rank_main:warm"
-PHASES = (*ITERATION_PHASES, "migrate", "migrate_step")
+_MIGRATE_PHASES = ("migrate", "migrate_step")
+PHASES = (*ITERATION_PHASES, *_MIGRATE_PHASES)
 _MOST_PASSES = {"capture": 4, "replicate": 1, "migrate": 2, "migrate_step": 4}
 """Largest number of times that a rank reaches a phase until its fault, for phases that do not occur in every iteration.
 It is 12 for other phases."""
@@ -147,7 +148,8 @@ def _rejoining(number: int, quick: bool) -> Job:
         faults.append({"fault": index, "node": node, "phase": phase, "generation": 2 * index, "passes": passes})
     words = [f"recovery.min_nodes={NUM_NODES - 2}", "nodes.restart_lost_nodes=true", "nodes.join_window_seconds=0.1"]
     words.append("nodes.max_node_restarts=100")
-    overrides = [*VARIANTS[number % len(VARIANTS)], *words]
+    migrates = any(fault["phase"] in _MIGRATE_PHASES for fault in faults)
+    overrides = [*VARIANTS[number % len(VARIANTS)], *(MIGRATING if migrates else ()), *words]
     return Job("rejoin", number, overrides, faults, kills_nodes=number % RANKS_ALONE != RANKS_ALONE - 1)
 
 

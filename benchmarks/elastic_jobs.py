@@ -40,6 +40,14 @@ _BASE = (
     "placement.min_replicas=2",
 )
 
+MIGRATING = (
+    "placement.shares=even",
+    "placement.load_smoothing=0.0",
+    "placement.rebalance_bytes_per_token=1e12",
+)
+"""Overrides with which every rebalance moves experts, if ``rebalance_min_gain`` is 0. With the default ``shares``,
+replicas soon divide the tokens of the small models exactly equally. Then no placement is better, and no rebalance moves
+an expert. With even shares, the best placement depends on the loads; without smoothing, these differ every time."""
 ABOUT_NODES = ("launch.", "nodes.", "recovery.", "topology.", "limits.", "control.", "testing.")
 """Prefixes of keys about nodes and faults. A reference run without faults has its own values of these keys."""
 

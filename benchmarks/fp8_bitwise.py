@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.elastic_bitwise import Campaign, Job
+from benchmarks.elastic_jobs import MIGRATING
 from benchmarks.layout_cells import Cell
 from benchmarks.layouts_bitwise import AnyJob, LayoutCampaign, kept, rejoining, run_jobs
 from benchmarks.localized_jobs import Layout
@@ -32,7 +33,7 @@ _FAULTS_PER_JOB = 3
 _DELAYED = "fp8_delayed"
 PRECISIONS = (*REGIMES, _DELAYED)
 _BUDGET = "snapshot.iteration_seconds"
-_MIGRATING = ("placement.rebalance_interval_iterations=3", "placement.rebalance_min_gain=0.0")
+_REBALANCING = ("placement.rebalance_interval_iterations=3", "placement.rebalance_min_gain=0.0", *MIGRATING)
 
 
 def jobs_of(*, quick: bool) -> list[AnyJob]:
@@ -54,7 +55,7 @@ def _job(number: int, precision: str, way: str, *others: str) -> AnyJob:
         layout = Layout(pp=1, dp=3, sharded=True, dtype=dtype)
         cell = Cell(layout=layout, replicas=True, windows=True, nodes="return", way=way)
         job = rejoining(number, cell, phases, kills_nodes=number % 2 == 1)
-        return replace(job, layout=[*words, *job.layout, *_MIGRATING])
+        return replace(job, layout=[*words, *job.layout, *_REBALANCING])
     nodes, strategy = ("return", "localized_replay") if way == "kept layout" else ("none", "rollback")
     # Every second precision uses the optimizer that is not sharded.
     layout = Layout(pp=2, dp=2, ep=2, sharded=PRECISIONS.index(precision) % 2 == 0, dtype=dtype)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from benchmarks import localized_jobs
 from benchmarks.covering import Row
-from benchmarks.elastic_jobs import ABOUT_NODES, MOST_ITERATIONS
+from benchmarks.elastic_jobs import ABOUT_NODES, MIGRATING, MOST_ITERATIONS
 from benchmarks.localized_jobs import Layout
 
 NUM_NODES = 4
@@ -48,7 +48,7 @@ _REPLICAS = (
     "placement.min_replicas=2",
     "snapshot.bandwidth_bytes_per_second=3e5",
 )
-_REBALANCING = ("placement.rebalance_interval_iterations=4", "placement.rebalance_min_gain=0.0")
+_REBALANCING = ("placement.rebalance_interval_iterations=4", "placement.rebalance_min_gain=0.0", *MIGRATING)
 VARIANTS: tuple[Sequence[str], ...] = (
     ("placement.num_slots_per_rank=8", "training.global_batch_size=8"),
     ("placement.num_slots_per_rank=8", "training.global_batch_size=32"),
