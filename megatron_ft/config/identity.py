@@ -85,11 +85,11 @@ class JobIdentity:
     """Name of the run's folder, for messages. Checkpoints and windows of format 1 contain no ``run_id``, so this name
     identifies their run."""
     settings: Settings
-    """Result of ``settings_of`` for this job."""
+    """Settings that determine the training result of this job (see ``settings_of``)."""
     allow_change: tuple[str, ...] = ()
     """Keys whose values may differ between this job and the saved state (``run.allow_change``)."""
     takes_format_1: bool = False
-    """Whether the run may have checkpoints and windows of format 1, as it began before runs had a ``run_id``."""
+    """Whether the run began before runs had a ``run_id``, so that its checkpoints and windows may have format 1."""
 
     def not_of_run(self, *, run_id: str, run_name: str, format_version: int) -> str | None:
         """Compare the run that wrote a checkpoint or window with this run. Return None if they are one run. Otherwise

@@ -257,11 +257,11 @@ _LOCAL_ONLY = {
     "launch.stop_timeout_seconds": "the launcher decides when ranks are killed",
     "training.exit_after_minutes": "launchers take this exit for a failure; let the scheduler send a signal in time",
 }
-"""Keys that have an effect only in mode ``local``. Each is mapped to the reason why the other modes ignore it."""
+"""Keys that have an effect only with ``launch.mode=local``. Each is mapped to the reason why other modes ignore it."""
 
 
 def _check_launchers(config: JobConfig) -> None:
-    """Check that keys which the modes ``torchrun`` and ``srun`` ignore have their defaults.
+    """If ``launch.mode`` is ``torchrun`` or ``srun``, check that the keys which this mode ignores have their defaults.
 
     ``_check_launch`` checks ``recovery.max_restarts``. The file ``recovery.py`` checks keys of recovery and snapshots.
 

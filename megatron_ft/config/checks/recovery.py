@@ -285,8 +285,8 @@ def _check_replays_exactly(config: JobConfig) -> None:
 
 
 def _check_partial(config: JobConfig) -> None:
-    """Check that all other keys allow windows (snapshots) to leave out experts, if they do. For example, a pipeline
-    stage that replays alone needs all of its experts.
+    """If windows (snapshots) leave out experts, check that all other keys allow this. For example, a pipeline stage
+    that replays alone needs all of its experts.
 
     Raises:
         ConfigError: a rule is violated, or the policy cannot be built.
@@ -333,8 +333,8 @@ def _check_partial(config: JobConfig) -> None:
 
 
 def _check_repayment(config: JobConfig) -> None:
-    """Check ``snapshot.repay_capacity_share``. If it is given, experts must have a capacity without padding, and
-    windows (snapshots) must leave out experts."""
+    """Check ``snapshot.repay_capacity_share``. If it is given, experts must have a capacity, no padding may fill
+    it, and windows (snapshots) must leave out experts."""
     share, model, policy = config.snapshot.repay_capacity_share, config.model, config.snapshot.policy
     if share is None:
         return
@@ -363,7 +363,7 @@ def _check_repayment(config: JobConfig) -> None:
 
 
 def _check_storage_bandwidth(config: JobConfig) -> None:
-    """Check ``snapshot.storage_bandwidth_bytes_per_second``: no other key may fix the number of experts per file."""
+    """Check ``snapshot.storage_bandwidth_bytes_per_second``: no other key may fix the number of stored experts."""
     snapshot, key = config.snapshot, "snapshot.storage_bandwidth_bytes_per_second"
     rate, policy = snapshot.storage_bandwidth_bytes_per_second, snapshot.policy
     if rate is None:

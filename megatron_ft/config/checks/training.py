@@ -212,7 +212,7 @@ def _check_precision(precision: PrecisionConfig) -> None:
 
 
 def _check_update_backend(config: JobConfig) -> None:
-    """Check that the update backend exists, supports the formats of the optimizer state, and runs on the device."""
+    """Check that ``optimizer.update_backend`` exists, and supports the optimizer state's formats and the device."""
     backend, device = config.optimizer.update_backend, config.training.device
     one_of(UPDATE_BACKENDS, "optimizer.update_backend", backend)
     if backend == "torch":
