@@ -29,7 +29,7 @@ class Flag:
     """Number of values that the flag takes: ``nothing``, ``one`` or ``several``."""
     section: str
     answer: str
-    """Column ANSWER of ``TABLE``, where ``*`` is replaced: ``model.*`` is ``model.num_layers`` for ``num-layers``."""
+    """Column ANSWER of ``TABLE``, with the flag's name in place of ``*``, e.g. ``model.num_layers`` for ``model.*``."""
     note: str
 
 

@@ -121,7 +121,7 @@ class MembershipConfig(JobConfig):
     """Configuration of a job, adapted to one membership, in which nodes can have different numbers of ranks."""
 
     places: tuple[int, ...] = ()
-    """Index of each rank's node in ``member_domains``. The property ``rank_places`` returns this value."""
+    """For each rank, index of its node in ``member_domains``, the list of failure domains; see ``rank_places``."""
 
     @property
     def rank_places(self) -> tuple[int, ...]:
@@ -132,9 +132,9 @@ def config_of(job: JobConfig, nodes: Sequence[int], *, keeps_layout: bool | None
     """Return ``job`` adapted to a membership. ``nodes`` contains the node number of each rank of the membership.
 
     Nodes keep the names of their failure domains; a node without a name is a domain of its own. If there are too few
-    domains, ``placement.state_copies`` is lowered. If the layout is kept, only these two settings change, because the
-    number of nodes is the same. Otherwise ``placement.min_replicas`` and ``snapshot.num_peer_copies`` are also lowered
-    if there are too few domains, and ``recovery.keep_layout`` is false in the result.
+    domains, ``placement.state_copies`` is lowered. If the layout is kept, only ``topology`` and this key change,
+    because the number of nodes is the same. Otherwise ``placement.min_replicas`` and ``snapshot.num_peer_copies`` are
+    also lowered if there are too few domains, and ``recovery.keep_layout`` is false in the result.
 
     Args:
         keeps_layout: whether the membership has the layout with which the job starts. Has an effect only with

@@ -92,8 +92,8 @@ def _known_keys() -> Mapping[str, KeyDoc]:
 
 
 def open_key(key: str) -> str | None:
-    """Return the key of the mapping with arbitrary entries to which ``key`` belongs: ``snapshot.policy`` for itself and
-    for its entry ``snapshot.policy._target_``. Return None if ``key`` belongs to no such mapping."""
+    """Return the key of a mapping with arbitrary entries if ``key`` is this key or names one of the entries:
+    ``snapshot.policy`` for ``snapshot.policy`` and for ``snapshot.policy._target_``. Otherwise return None."""
     opened = [doc.key for doc in _known_keys().values() if doc.type.startswith("dict")]
     return next((name for name in opened if key == name or key.startswith(f"{name}.")), None)
 
@@ -166,7 +166,7 @@ def _explain_key(key: str, cause: BaseException, given: Mapping[str, Any]) -> Co
 
 
 def _right_type(key: KeyDoc, value: Any, reason: str) -> str:
-    """Return the end of an error message for a wrong type: how to write ``value`` instead, or ``reason`` if unknown."""
+    """Return the end of an error message about a wrong type: a correction of ``value`` if known, else ``reason``."""
     group = key.key.partition(".")[0]
     if key.type.startswith("dict"):
         return f"; choose an option of conf/{group} with {group}=<option>, and set its entries with {key.key}.<entry>="

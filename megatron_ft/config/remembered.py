@@ -30,7 +30,7 @@ _SCHEDULE_KEYS = (
     *("optimizer.min_lr", "optimizer.lr_decay_iterations", "optimizer.lr_wsd_decay_iterations"),
     *("optimizer.lr_decay_samples", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"),
 )
-"""Keys that have an effect only with some values of ``optimizer.lr_decay_style``. Otherwise they are not compared."""
+"""Keys that only some values of ``optimizer.lr_decay_style`` use. With other values, a resumed run may change them."""
 _FORMAT_KEYS = ("parallel.use_distributed_optimizer", "precision.params_dtype", "precision.regime")
 """Keys that determine which optimizer state exists. Saved state fits only the values with which it was saved."""
 _SAMPLES_KEYS = ("training.global_batch_size", "training.rampup_batch_size")
@@ -55,7 +55,7 @@ class Change:
 
     @property
     def obstacle(self) -> str | None:
-        """Reason why the run cannot continue with the new value, even with permission; None if it can."""
+        """Reason why the run cannot use the new value even if ``run.allow_change`` names the key; None if it can."""
         if self.key in _SAMPLES_KEYS:
             return "the batch size determines the position in the data, so the run would skip or repeat samples"
         is_shape = self.concern == "model" and self.key not in _FREE_MODEL_KEYS

@@ -43,7 +43,7 @@ class Requirement:
     unless: Callable[[JobConfig], bool] = lambda config: False
     """Function that returns whether a configuration is exempt from the requirement, because of its other keys."""
     remedy: KeyChange | None = None
-    """Change that meets the requirement, with equal model, layout and device; None if ``dry_run`` proposes none."""
+    """Key change that meets the requirement and keeps model, layout and device; None if ``dry_run`` proposes none."""
 
     def is_met(self, config: JobConfig) -> bool:
         """Return whether ``config`` meets the requirement."""
