@@ -449,4 +449,4 @@ class Controller:
 
 
 _ABOUT_ENTRY = ("now", "arrived", "unix", "posted")
-"""Fields of a journal entry that describe the entry. All other fields belong to the machine event in the entry."""
+"""Journal fields that contain the times and number of an event. All other fields are the event itself as JSON."""

@@ -65,7 +65,7 @@ class ControllerLink:
         self._process: Process | None = None
         self._reader: FrameReader | None = None
         self._last_record: dict[int, list[int]] = {}
-        """Maps each node to the agent's session and the index of the newest record that was passed to the sinks."""
+        """Maps each node to its newest record that was passed to the sinks: session of the agent, and record index."""
         self._to_grant: bytes | None = None
         """Content that must still be written to the file at ``access_path``; None if the file is up to date."""
         self._num_events = 0

@@ -106,7 +106,7 @@ class _Lease:
         """Acquire the lease of the run whose control folder is ``folder``.
 
         Raises:
-            ControlError: another controller is alive, or the file is damaged.
+            ControlError: another controller is alive, or the file ``epoch`` in ``folder`` is damaged.
         """
         path = folder / _FILE
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -156,8 +156,8 @@ class _AgentSession:
     num_fetched: int = 0
     """Count of the orders that the agent has fetched, plus the count of the orders before its registration."""
     is_inherited: bool = False
-    """Whether the agent's next delivery may begin after ``next_item``: this index comes from the journal, which
-    does not contain the records that an earlier controller has forwarded."""
+    """Whether the agent's next delivery may begin with a later report than ``next_item``. Records that an earlier
+    controller forwarded are not in the journal, from which this controller has ``next_item``."""
     newest_item: Item | None = None
     """The item of this session that arrived last."""
     delivery: threading.Lock = field(default_factory=threading.Lock)
@@ -343,7 +343,7 @@ class ControllerServer:
         return self._inbox.take(until_seconds)
 
     def admit(self, node: int, process_id: int) -> bool:
-        """Register a process as its node's agent, in place of any other. Return False if it already is this agent."""
+        """Register an agent process in place of its node's earlier one. Return False if it was registered before."""
         return self._sessions.admit(node, process_id, num_orders=len(self._orders))
 
     def end(self, node: int, process_id: int | None) -> bool:
