@@ -56,7 +56,7 @@ class SlurmArrayLauncher:
             join_file.JoinFile.withdraw(self._run_dir)
 
     def finish(self, exit_code: int, reason: str, *, is_complete: bool) -> None:
-        """Write the marker of the job's end, which ends the array's tasks."""
+        """Write the file that marks the job's end; the array's tasks end when they find this file."""
         assert self._run_dir is not None, "finish() was called before publish()"
         # After a final error, another job that continues this run would end with the same error.
         is_final = is_complete or exit_code in FINAL_EXIT_CODES

@@ -54,8 +54,8 @@ def lose(policy: MembershipPolicy, state: State, node: int) -> State:
 
 
 def receive(policy: MembershipPolicy, state: State, event: RankBroken) -> State | None:
-    """Record the report of a rank that has stopped. Return None if the job may not lose nodes, or not in its
-    present phase; the rank's error then counts as a failure of the rank."""
+    """Record the report of a rank that has stopped. Return None if the job's settings or its present
+    phase do not allow the loss of nodes; the rank's error then counts as a failure of the rank."""
     node, rank = policy.node_of(event.rank), event.rank
     # A late report of an earlier generation is ignored: it would contradict the new positions, and the contradiction
     # would stop the job.

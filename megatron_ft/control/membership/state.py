@@ -561,7 +561,7 @@ class Reform:
     layout: "MembershipLayout"
     """Ranks and hot spares of the next membership."""
     base: "MembershipLayout | None"
-    """``State.base`` of the next membership: an earlier layout whose ranks had received their state, or None."""
+    """``State.base`` of the next membership: last layout whose ranks received their state; None: the initial layout."""
     keeps_layout: bool = False
     """Whether the next membership has the layout of the present one."""
 
