@@ -31,12 +31,12 @@ _END_SECONDS = 10.0
 _UNUSED_END_SECONDS = 2.0
 """Time for unused servers to end. It is short, because the controller waits for the agent during this time."""
 _START_TIME_FIELD = 19
-"""Index of the start time among the fields after the command in ``/proc/PID/stat``. It is field 22 in proc(5)."""
+"""Index of a process's start time among the fields after the command in ``/proc/PID/stat``; field 22 in proc(5)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptServers:
-    """Time that this job's snapshot servers outlive the job, and which servers of earlier jobs it can take over."""
+    """How long this job's snapshot servers outlive the job, and which servers of earlier jobs the job can take over."""
 
     seconds: int
     """Seconds for which servers outlive their agents. If 0, servers of earlier jobs are ended and not taken over."""

@@ -58,7 +58,7 @@ class _Sidecar:
     line: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
-        """Read from the sidecar's output. The first line must be the sidecar's address. Return whether more may follow.
+        """Read from the sidecar's output, whose first line must be its address. Return False at the end of the output.
 
         Raises:
             ControlError: the first line contains no address.
