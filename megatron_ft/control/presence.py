@@ -70,7 +70,7 @@ class PresencePort:
         self.endpoint = PresenceEndpoint(address=host, port=port)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the port's sockets in ``selector``. If one is readable, call the function in its key's ``data``."""
+        """Register the port's sockets in ``selector``. Its owner must call ``key.data()`` for each key that is ready."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -116,7 +116,7 @@ class PresencePort:
 
 @dataclass(slots=True)
 class _Machine:
-    """Machine of one node's agent, as the controller sees it. All times are on the monotonic clock."""
+    """What the controller knows about the machine of one node's agent. All times are on the monotonic clock."""
 
     node: int
     process_id: int
@@ -137,7 +137,7 @@ class _Machine:
     """Whether a message has reported that this machine has never answered."""
 
     def has_answered_since(self, past: float) -> bool:
-        """Whether the machine has answered every probe since the time ``past``."""
+        """Whether the connection has stayed open since the time ``past``. Unanswered probes would close it."""
         return self.is_open and self.open_since <= past
 
 

@@ -23,18 +23,18 @@ _OF_FIRST_ERROR = ("error", "traceback", "exit_code")
 
 @dataclass
 class JobResult:
-    """Result of a job or of one of its generations, with details of every rank that has ended."""
+    """Result of a job or of one of its generations, with details of the ranks that ended in the last generation."""
 
     outcome: Outcome
     reason: str
     first_failure: Failure | None
     details: dict[int, Message] = field(default_factory=dict)
-    """Known facts about the end of each rank, by the number with which it was started: ``number`` (in the
+    """Known facts about each rank's end, by ``node * ranks_per_node + local_rank``: ``number`` (its rank in the
     membership), ``node, returncode, at_seconds, traceback, error, exit_code, iteration, phase, log, log_tail``."""
     survived: tuple[str, ...] = ()
     """Reason for the end of each earlier generation."""
     num_reforms: int = 0
-    """Number of earlier generations after which ranks continued in their processes, without a restart."""
+    """Number of earlier generations that ended without a restart: their ranks continued in their processes."""
 
     @property
     def is_complete(self) -> bool:
@@ -44,7 +44,7 @@ class JobResult:
         return was_reported and self.outcome is not Outcome.FAILED
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON. Only the first failed rank keeps its long texts, because many ranks may fail."""
+        """Return the result as JSON. To limit its size, only the first failed rank keeps its traceback and log lines."""
         details = {rank: self._shortened(rank, about) for rank, about in self.details.items()}
         content: dict[str, Any] = encode(replace(self, details=details))
         return content
@@ -288,7 +288,7 @@ class InjectedFaults:
 
 
 def failed_start_records(step: Step) -> list[Record]:
-    """Return a record for each failed start of a node that the controller has detected in ``step``."""
+    """Return a record for each node whose failed start the controller has detected in ``step``."""
     return [
         NodeStartFailed(node=failed.node, reason=failed.reason, starts_again=failed.starts_again)
         for failed in step.state.failed_starts

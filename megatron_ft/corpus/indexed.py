@@ -190,7 +190,7 @@ class IndexedWriter:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Raise a DataError that names ``path`` if the block raises an OSError."""
+    """Raise a DataError that names ``path`` if the ``with`` block raises an OSError."""
     try:
         yield
     except OSError as error:

@@ -199,7 +199,7 @@ class InProcessClient:
         return False
 
     def on_break(self, abort: Abort) -> None:
-        """Do nothing: no agent reports losses."""
+        """Ignore ``abort``: there is no agent that could report lost ranks."""
 
     def survive(self, position: Position, error: BaseException | str) -> NextMembership:
         raise ControlError("a rank without an agent (node process) cannot survive the loss of another rank")

@@ -16,7 +16,7 @@ from megatron_ft.planning.recovery.job_attempts import Asked, Attempt
 from megatron_ft.serde import parse_json
 
 FOLDER = "slurm"
-"""Subfolder of the run's folder."""
+"""Subfolder of the run's folder for files about the Slurm jobs of the run."""
 _FILE = "attempts.jsonl"
 _EVENTS, _METRICS = "events.jsonl", "metrics.jsonl"
 

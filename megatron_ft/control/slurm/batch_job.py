@@ -48,7 +48,7 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Site:
-    """Settings of the site's file (``slurm/site.env``) and of Slurm."""
+    """Settings of a batch job, from environment variables of Slurm and of the site (``slurm/site.env``)."""
 
     job_id: str
     hosts: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Decides whether the launcher of an array may start again. It may not after several starts without progress.
+"""Decides whether a job array's launcher may start again. It is refused after several starts without progress.
 
 Task 0 of the array runs the launcher. Slurm starts this task again each time its node has died or was taken away.
 Nothing records how a lost launcher ended, so only the progress of the run shows whether another start can help.
