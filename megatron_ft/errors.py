@@ -52,7 +52,7 @@ class CheckpointError(MegatronFtError):
 
 
 class UnreadableError(CheckpointError):
-    """A file of a checkpoint that the storage could not read. It may be undamaged, so a restart may succeed."""
+    """The storage could not read a file of a checkpoint. The file may be undamaged, so a restart may succeed."""
 
     exit_code = MegatronFtError.exit_code
 
@@ -84,7 +84,7 @@ class ControlError(MegatronFtError):
 
 
 class RecoveryError(MegatronFtError):
-    """A failed recovery: the state before the failure could not be restored, or the restored state has other bits."""
+    """A failed recovery: the state before the failure could not be restored, or was restored with other bits."""
 
     exit_code = 9
 

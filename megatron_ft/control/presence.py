@@ -70,7 +70,7 @@ class PresencePort:
         self.endpoint = PresenceEndpoint(address=host, port=port)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the port's sockets in ``selector``. Its owner must call ``key.data()`` for each key that is ready."""
+        """Register the port's sockets in ``selector``. Its owner must call ``key.data()`` for each ready key."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 

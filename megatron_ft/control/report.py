@@ -44,7 +44,7 @@ class JobResult:
         return was_reported and self.outcome is not Outcome.FAILED
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON. To limit its size, only the first failed rank keeps its traceback and log lines."""
+        """Return the result as JSON. To limit its size, only the first failed rank keeps traceback and log."""
         details = {rank: self._shortened(rank, about) for rank, about in self.details.items()}
         content: dict[str, Any] = encode(replace(self, details=details))
         return content

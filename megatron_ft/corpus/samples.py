@@ -223,7 +223,7 @@ def num_samples(num_tokens: int, seq_length: int) -> int:
 
 
 def _source_prefix(config: DataConfig, source: str, tokenizer: Tokenizer) -> Path:
-    """Return the path of a dataset without ``.bin`` or ``.idx``. The built-in corpus is indexed if necessary."""
+    """Return the common path of a dataset's files, without suffix. The built-in corpus is indexed if necessary."""
     return stdlib.ensure_corpus(config.cache_dir, tokenizer) if source == stdlib.NAME else Path(source)
 
 

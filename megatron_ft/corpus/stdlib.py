@@ -67,14 +67,14 @@ def _walk(folder: Path) -> Iterator[_SourceFile]:
 
 
 def corpus_prefix(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Return the indexed corpus's path without ``.bin`` or ``.idx``. The path depends on source files and tokenizer."""
+    """Return the path, without suffix, of the indexed corpus's files. It depends on source files and tokenizer."""
     listing = repr([(file.name, file.size_bytes) for file in list_files(library_folder())])
     digest = hashlib.blake2b(f"{tokenizer.fingerprint}\n{listing}".encode(), digest_size=8).hexdigest()
     return Path(cache_dir, f"{NAME}-{python_version()}-{digest}")
 
 
 def ensure_corpus(cache_dir: str, tokenizer: Tokenizer) -> Path:
-    """Index the built-in corpus unless this is done already. Return the indexed corpus's path without ``.idx``.
+    """Index the built-in corpus unless this is done already. Return the path of its files without suffix.
 
     Raises:
         DataError: there are no source files, the cache cannot be written, or another process has the lock for too long.

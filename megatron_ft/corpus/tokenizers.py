@@ -59,7 +59,7 @@ def _check_vocabulary(path: Path, vocabulary: object) -> dict[str, int]:
 
 
 def _check_merges(vocab_path: Path, vocabulary: dict[str, int], merges: Iterable[tuple[str, str, str]]) -> None:
-    """Raise a DataError if the vocabulary lacks the left, right or joined entry of a merge (file line, left, right)."""
+    """Raise a DataError if the vocabulary lacks one of a merge's entries: left, right, or both joined to one."""
     for place, left, right in merges:
         for entry in (left, right, left + right):
             if entry not in vocabulary:

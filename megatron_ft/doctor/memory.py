@@ -177,7 +177,7 @@ def _check_sizes(facts: MemoryFacts, needs: JobNeeds) -> list[Finding]:
 
 
 def _raise(command: str, hard: int | None, needed: int | None) -> str:
-    """Return advice on raising a limit: run ``command``; if the hard limit is lower, ask the administrator first."""
+    """Return advice on raising a limit: run ``command``. If the hard limit forbids it, ask the administrator first."""
     if hard is None or (needed is not None and needed <= hard):
         return f"run {command} in the shell or script that starts the job"
     return f"ask the administrator to raise the hard limit (/etc/security/limits.conf, slurmd), then run {command}"

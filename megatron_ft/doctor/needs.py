@@ -57,7 +57,7 @@ class JobNeeds:
     other_device: str = ""
     """Text about ranks on other machines that may train on another device; empty if all ranks train on ``device``."""
     is_refused_there: bool = False
-    """Whether the job would be refused on the device that ``other_device`` describes."""
+    """Whether the plan would refuse the job if its ranks trained on the device that ``other_device`` describes."""
     starts_elsewhere: bool = False
     """Whether nodes of the job run on other machines than the one that starts the job."""
     is_batch_job: bool = False

@@ -20,7 +20,7 @@ PORTS_PER_RANK = 64
 """Estimated largest number of ports that a rank needs. A rank has about 25 process groups. In each group it needs one
 port to listen, and one to connect to a peer."""
 SPARE_PORTS = 1000
-"""Number of ephemeral ports that the check leaves to other programs of the machine."""
+"""Number of ephemeral ports that must remain for other programs on the machine, besides those of the ranks."""
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RESERVED = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
 

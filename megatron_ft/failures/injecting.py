@@ -30,7 +30,7 @@ _COMMAND_SECONDS = 10.0
 
 
 class CannotCut(ControlError):
-    """Raised if a node's network cannot be disconnected from this process. The message gives the reason."""
+    """Raised if this process cannot disconnect a node's network. The message gives the reason."""
 
 
 def _links_to(process_ids: Iterable[int]) -> list[str]:
@@ -117,7 +117,7 @@ class _Operator(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Injector:
-    """Injects faults into one running job, and records each with the keyword arguments ``about`` of its call."""
+    """Injects faults into one running job. The record of a fault includes the keyword arguments of the call."""
 
     run_dir: Path
     ranks_per_node: int
@@ -163,7 +163,7 @@ class Injector:
         Each node must be in a network namespace of its own, for example in a container.
 
         Raises:
-            NotInjected: a node has no process, or its network cannot be disconnected from here.
+            NotInjected: a node has no process, or this process cannot disconnect its network.
         """
         with self._held("partition", nodes, {**about, "seconds": seconds}) as processes:
             try:

@@ -60,7 +60,7 @@ class FailureSchedule:
             present, before = self._after(present, number, event), event.seconds
 
     def _after(self, present: set[int], number: int, event: MembershipEvent) -> set[int]:
-        """Return the nodes present after ``event``. Raise a ConfigError if the event contradicts ``present``."""
+        """Return the nodes present after ``event``. Raise a ConfigError if ``present``, the nodes before, forbid it."""
         leaves, joins = set(event.leaves), set(event.joins)
         for name, given, known in (("leaves", event.leaves, leaves), ("joins", event.joins, joins)):
             if list(given) != sorted(known):

@@ -221,7 +221,7 @@ class PlannedWrite:
 
 
 class SavedTensors(NamedTuple):
-    """Names and addresses of this rank's tensors in a save. A later save with the same ones can reuse its plan."""
+    """Names and addresses of the tensors that this rank saves. While both stay the same, saves can reuse a plan."""
 
     names: tuple[str, ...]
     """Names of the parameters with layer numbers and expert ids that are unique in the whole model."""
