@@ -368,7 +368,7 @@ class Planner:
 
 
 def _renewed(item: Any, data: Any, own: ShardedObject) -> Any:
-    """Return what a repeated save writes for ``item``: ``own`` as bytes for this rank's state, otherwise ``data``."""
+    """Return what a save with a reused plan writes for ``item``: ``own`` if it is this rank's state, else ``data``."""
     if not item.index.fqn.startswith(f"{RANK_STATE_KEY}/"):
         return data
     content = io.BytesIO()

@@ -57,7 +57,7 @@ _MOST_STACKED = 1 << 20
 """Largest allowed number of weights (layers times experts) in one stacked tensor."""
 EMBEDDING, ROUTER = "embedding.word_embeddings.weight", ".mlp.router.weight"
 WEIGHTS_ONLY = "weights"
-"""Key of a group of settings in a manifest. Only checkpoints that contain nothing but weights have this group."""
+"""Key of the manifest's group of settings that marks a checkpoint as containing nothing but weights."""
 
 
 @dataclass(kw_only=True)
@@ -385,7 +385,7 @@ class WeightsWriter:
             self.files = self.record.files
 
     def write(self, tensors: Iterable[tuple[str, Values]]) -> None:
-        """Write ``tensors``, pairs of name and values, each as one part.
+        """Write ``tensors``, pairs of name and values. No tensor is divided into parts.
 
         Raises:
             CheckpointError: a tensor cannot be read, or a file does not contain what was written.

@@ -159,7 +159,7 @@ _MOST_LAYERS = 100_000
 
 
 def _keys_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return values of ``model`` by key. Raise KeyError with the name of an argument that is missing."""
+    """Convert Megatron-LM's arguments to keys of ``model``. Raise KeyError with the name of a missing argument."""
     keys = {name: given[name] for name in _SAME}
     keys |= {name: given[name] for name in _LATER if given.get(name) is not None}
     keys["vocab_size"] = given["padded_vocab_size"]

@@ -60,7 +60,7 @@ class ConversionRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "ConversionRecord | None":
-        """Return the record in ``folder``, or None if there is none. Raise CheckpointError if it is damaged."""
+        """Return the conversion's record in ``folder``, or None. Raise CheckpointError if it is damaged."""
         path = folder / RECORD
         if not os.path.lexists(path):
             return None
@@ -79,7 +79,7 @@ class ConversionRecord:
         write_atomically(self.folder, RECORD, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
 
     def add(self, file: WrittenFile) -> None:
-        """Add a complete file, and write the record. Raise OSError if this fails."""
+        """Add a file that the conversion has completed, and write the record. Raise OSError if the write fails."""
         self.files.append(file)
         self.write()
 
@@ -88,7 +88,7 @@ class ConversionRecord:
         return {file.entry.name for file in self.files}
 
     def check(self, directory: Path) -> None:
-        """Compare the files in ``directory`` with their checksums. Raise CheckpointError if a file is damaged."""
+        """Compare the files in ``directory`` with their recorded checksums. Raise CheckpointError if one is damaged."""
         for file in self.files:
             if not _is_intact(directory, file.entry):
                 raise CheckpointError(
@@ -143,7 +143,7 @@ def continued(folder: Path, source: Mapping[str, Any], *, files: Path, out: Path
 
 
 def _begun(folder: Path, source: Mapping[str, Any], out: Path) -> ConversionRecord:
-    """Return the record in ``folder``. If the folder is empty, write a new record."""
+    """Return the record of the conversion in ``folder``. If the folder is empty, write a new record."""
     try:
         record = ConversionRecord.read(folder)
     except CheckpointError as error:

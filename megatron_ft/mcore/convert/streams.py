@@ -161,7 +161,7 @@ class VerifiedFiles:
         self._pending = self._thread.submit(self._complete, file, name)
 
     def wait(self) -> None:
-        """Wait until all files are verified and have their final names. Raise the errors that ``new`` lists."""
+        """Wait until all files are verified and have their final names. Raise the same errors as ``new``."""
         if self._pending is not None:
             self._pending.result()
 

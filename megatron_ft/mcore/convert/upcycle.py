@@ -127,7 +127,7 @@ def _is_copied(name: str) -> bool:
 
 
 def _renamed(name: str, model: ModelConfig) -> str:
-    """Return the MoE model's name of a tensor outside its experts. Only a norm before an MLP can be renamed."""
+    """Return the name in the MoE model of a tensor that no expert copies. Only a norm before an MLP can be renamed."""
     dense, mixture = (norm_before_mlp(model, has_experts=has_experts) for has_experts in (False, True))
     return name.replace(f".{dense}", f".{mixture}")
 

@@ -383,7 +383,7 @@ def open_samples(config: JobConfig, split: str) -> Samples:
     """Open the samples of ``split``, which is ``train`` or ``valid``. If necessary, index the built-in corpus first.
 
     Raises:
-        ConfigError, DataError: a source of this split is not valid; ``corpus.check.check_data`` raises the same errors.
+        ConfigError, DataError: a source of this split is not valid. ``samples.check_data`` raises the same errors.
     """
     tokenizer = build_tokenizer(config.data)
     plan = SplitPlan.of(config.data, config.model.seq_length, split, tokenizer)
