@@ -457,8 +457,8 @@ class _UnauthenticatedConnections:
     def most(self, num_authenticated: int) -> int:
         """Return how many unauthenticated connections may exist if ``num_authenticated`` connections are authenticated.
 
-        The result is half of ``max_connections - num_authenticated``, within limits. With this number, an agent has
-        time to present the token before its connection becomes the oldest one and is shut down.
+        It is half of ``max_connections - num_authenticated``, within fixed bounds, so that an agent has time to present
+        the token before its connection becomes the oldest unauthenticated one and is shut down.
         """
         return min(MAX_UNAUTHENTICATED, max(MIN_UNAUTHENTICATED, (self._max_connections - num_authenticated) // 2))
 

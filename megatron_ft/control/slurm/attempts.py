@@ -106,7 +106,7 @@ class RunAttempts:
         """Write the job's exit code and reason to ``slurm/JOB.json`` atomically, and return when they are on disk.
 
         Args:
-            is_final: whether no other job should continue the run, because it is complete or must be repaired.
+            is_final: whether no other job should continue the run: it is complete, or a user must repair it.
         """
         path = self.marker_of(job_id)
         path.parent.mkdir(parents=True, exist_ok=True)

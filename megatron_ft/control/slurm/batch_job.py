@@ -34,7 +34,7 @@ from megatron_ft.planning.recovery.job_attempts import (
 )
 
 _STALE = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
-"""Slurm's variables that describe the allocation at the job's start."""
+"""Slurm's variables that launchers do not inherit, because they describe the allocation at the job's start."""
 _DEFAULTS = {
     "SLURM_RESTART_COUNT": "0",
     "MFT_SPARE_NODES": "0",

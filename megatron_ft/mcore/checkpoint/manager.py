@@ -444,8 +444,8 @@ class CheckpointManager:
             checkpoints.delete(self.folder / name)
 
     def _in_use(self, complete: list[str]) -> tuple[str, ...]:
-        """Return (name of the checkpoint from which this run resumed,) if this checkpoint is one of the last two in
-        ``complete``, otherwise an empty tuple. ``complete`` lists the names of complete checkpoints, oldest first."""
+        """Return in a tuple which checkpoint must not be deleted: that from which this run resumed, if it is among the
+        last two of ``complete``, the names of complete checkpoints, oldest first. Otherwise, the tuple is empty."""
         # This run has read this checkpoint, but no later one. If a later one is damaged, a restart needs this one.
         return tuple(name for name in complete[-2:] if name == self._resumed_from)
 

@@ -45,8 +45,8 @@ from megatron_ft.snapshot.window import Window
 
 _CHUNK_BYTES = 4 << 20
 _ADVICE = "To continue this run"
-"""First words of the advice on how to continue the run, with which a failed job's output ends. ``replay_window`` does not
-show this advice, because it removes the folder of that run."""
+"""First words of the advice on how to continue the run, with which a failed job's output ends. ``replay_window``
+does not show this advice, because it removes the folder of that run."""
 Compose = Callable[[list[str]], JobConfig]
 
 
