@@ -322,7 +322,7 @@ class RecoveryConfig:
     wait for the new process group."""
 
     def may_use(self, strategy: str) -> bool:
-        """Return whether the job may use the recovery strategy of this name by itself."""
+        """Return whether ``recovery.strategies`` allows the job to use this strategy without a user's restart."""
         return self.strategies is None or strategy in self.strategies
 
 
@@ -436,7 +436,7 @@ class SnapshotConfig:
 
     @property
     def windows_per_file(self) -> int:
-        """Number n if every n-th window is written to storage; 1 if windows are written only before a stop."""
+        """Every how many windows one is written to storage; 1 if windows are written only before a stop."""
         return max(1, self.persist_interval_windows)
 
 
@@ -538,8 +538,8 @@ class JobConfig:
 
     @property
     def rank_places(self) -> tuple[int, ...]:
-        """Return, for each rank, the index of its node among the nodes with which the job starts, as in
-        ``member_domains``."""
+        """Return for each rank the index of its node in ``member_domains``, which lists the nodes with which the job
+        starts."""
         launch = self.launch
         return tuple(node for node in range(launch.num_nodes) for _ in range(launch.ranks_per_node))
 
@@ -574,7 +574,7 @@ class JobConfig:
 
     @property
     def replays_stages(self) -> bool:
-        """Return whether, after a loss, only those pipeline stages replay that lost a rank."""
+        """Return whether, after a loss, pipeline stages that lost a rank replay and all other stages do not."""
         return self.recovery.keep_layout and self.keeps_processes
 
     @property
@@ -588,7 +588,7 @@ class JobConfig:
 
     @property
     def why_nodes_change(self) -> str | None:
-        """Return the setting (``key=value``) that makes ``may_change_nodes`` true. None if it is not true."""
+        """Return the setting (``key=value``) that makes ``may_change_nodes`` true; None if nodes may not change."""
         if not self.may_change_nodes:
             return None
         if self.recovery.keep_layout:
