@@ -127,7 +127,7 @@ class _Groups:
 
 
 class _Flow:
-    """Number of tokens of each expert that each rank computes, and the loads and levels (see the module docstring)."""
+    """Tokens of each expert that each rank computes; loads of ranks; levels (module docstring) of ranks and experts."""
 
     def __init__(self, tokens: Integers, replicas: Integers) -> None:
         self.expert, self.rank = (index.astype(np.int64) for index in np.nonzero(replicas))
@@ -181,8 +181,8 @@ class _Flow:
         self.load = self._by_rank.sum(self.share)
 
     def _wishes(self, givers: npt.NDArray[np.bool_]) -> Integers:
-        """Return, for each pair (expert, rank), the tokens of the expert that the rank wishes to give to other ranks,
-        ``[P]`` (step 3c of the module docstring); 0 where ``givers`` is false."""
+        """Return, for each pair (expert, rank), the number of the expert's tokens that the rank, which has too many,
+        should give to other ranks, ``[P]`` (step 3c of the module docstring); 0 for pairs with ``givers`` false."""
         foreign = np.where(givers, np.maximum(self.share - self._own, 0), 0)
         own = np.where(givers, np.minimum(self.share, self._own), 0)
         above = np.maximum(self.load - self.limit, 0)

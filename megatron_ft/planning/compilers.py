@@ -14,8 +14,8 @@ WITHOUT_KERNELS = {"placement.dispatch_backend": "reference", "optimizer.update_
 
 
 def kernels_of(config: JobConfig, device: str) -> dict[str, str]:
-    """Return the kind of kernels (``cpp`` or ``cuda``) that ranks on ``device`` (``cpu`` or ``cuda``) build, by the
-    configuration key that requires these kernels."""
+    """Return the configuration keys for which ranks on ``device`` (``cpu`` or ``cuda``) build kernels, and for each key
+    the kind of its kernels (``cpp`` or ``cuda``)."""
     found = {
         "placement.dispatch_backend": config.placement.kernels_on(device),
         "optimizer.update_backend": config.optimizer.update_backend,

@@ -361,7 +361,7 @@ class History:
         return History(losses=(*self.losses, vote.loss)[-window:], num_consecutive_skips=0, tokens=tokens)
 
     def after_loss(self, lost: Sequence[Sequence[int]]) -> "History":
-        """Return the history after a recovery that lost the updates of ``lost`` tokens, [MoE layer][expert]."""
+        """Return the history after a recovery: ``lost`` [MoE layer][expert] is added to the numbers of lost tokens."""
         return replace(self, tokens=(self.tokens or TokenLedger.empty(lost)).after_loss(lost))
 
     def owed(self, layers: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -170,8 +170,8 @@ def _updated_here(config: JobConfig, parameters: RankParameters, topology: Topol
 
 
 def _copied_here(config: JobConfig, parameters: RankParameters, topology: Topology) -> int:
-    """Return the number of parameters whose optimizer state a rank copies from other ranks (mean over ranks). Each
-    expert counts as if it had ``placement.min_replicas`` replicas, or as many as there are slots."""
+    """Return the number of parameters whose optimizer state a rank copies from other ranks (mean over ranks). It
+    is assumed that each expert has ``placement.min_replicas`` replicas, or fewer if there are too few slots."""
     placement, stage_size = config.placement, topology.stage_size
     if placement.state_copies is None:
         return 0

@@ -102,8 +102,8 @@ class StageCopy:
     seconds: float
     """Duration of the copy if nothing else runs."""
     at_once_seconds: float
-    """Part of ``seconds`` that is copied first, even while the stage computes. The remaining part is copied while the
-    stage waits for a message or after its last message (``snapshot.copy_in_bubbles``)."""
+    """Part of ``seconds`` for bytes that are copied first, even while the stage computes. All other bytes are copied
+    while the stage waits for a message or after its last message (``snapshot.copy_in_bubbles``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class CopiedIteration:
 
 
 Wait = tuple[float, float]
-"""Start and end of a wait, in seconds since the start of the iteration."""
+"""Start and end of a stage's wait for a message, in seconds since the start of the iteration."""
 
 
 def receive_waits(

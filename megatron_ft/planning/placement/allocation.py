@@ -1,5 +1,5 @@
 """Computes the number of replicas of each expert in a layer, in proportion to its tokens but at least a minimum. The
-replicas consist of base copies, which are placed for survival, and extra copies, which are placed by load.
+replicas consist of base copies, placed so that experts survive losses of domains, and extra copies, placed by load.
 
 Every expert has the same small number of base copies. All layers place them in the same way, because the model is lost
 as soon as one layer is lost. Base copies do not depend on loads, so they move only if the membership changes. Extra
@@ -234,7 +234,7 @@ def _fill_up(result: Counts, free: list[int], loads: npt.NDArray[np.float64]) ->
 
 
 def match_domains(base: Sequence[Counts], held: Sequence[Counts], capacities: Sequence[int]) -> list[Counts]:
-    """Permute domains of ``base`` with equal numbers of slots, in the same way in all layers, so that few copies move.
+    """Exchange the copies of whole domains with equal numbers of slots, in all layers alike, so that few copies move.
 
     Args:
         base: base copies of each layer, ``[L][E, D]``.

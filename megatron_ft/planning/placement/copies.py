@@ -106,9 +106,9 @@ class StateCopyPlan:
         """Assign owners to the optimizer state of every expert and every non-expert part.
 
         A shard's first owner is a rank that computes with the operator. Each such rank is first owner of one shard.
-        The other owners are in the next failure domains of a cycle that begins with the domains of computing ranks. So
-        after the loss of any ``num_state_copies - 1`` domains, every shard still has an owner, even if fewer ranks
-        compute with the operator.
+        Failure domains form a cycle, those of computing ranks first; the other owners of the shard are in the domains
+        that follow the domain of the first owner. So after the loss of any ``num_state_copies - 1`` domains, every
+        shard still has an owner, even if fewer ranks compute with the operator.
 
         Args:
             plan: placement of experts.
