@@ -1,4 +1,4 @@
-"""``Layout``: the slots of ranks and failure domains. It assigns the replicas of a domain to the domain's ranks."""
+"""``Layout``: ranks with slots, and their failure domains. It assigns a domain's replicas to the domain's ranks."""
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence

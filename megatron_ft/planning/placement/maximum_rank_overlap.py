@@ -45,7 +45,7 @@ def group_sizes(num_experts: int, num_slots: int) -> list[int]:
 def overlap_groups(
     replica_counts: Sequence[int], capacities: Sequence[int], sizes: Sequence[int], loads: Sequence[float] | None
 ) -> Counts:
-    """Return the replicas of each expert in each domain as in ``overlap``, but with ``sizes[i]`` experts in group i."""
+    """Return the numbers of replicas ``[E, D]`` as ``overlap`` does, but with ``sizes[i]`` experts in group i."""
     order = ascending(replica_counts)
     counts = np.zeros((len(replica_counts), len(capacities)), dtype=np.int64)
     first_expert = first_domain = 0

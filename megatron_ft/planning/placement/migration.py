@@ -173,7 +173,7 @@ def replacement_steps(now: PlacementPlan, migration: MigrationPlan) -> list[Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Replacing:
-    """Progress of ranks in a migration that is made in steps."""
+    """Experts that ranks hold, and transfers that remain, during a migration that is made in steps."""
 
     held: dict[tuple[int, int], set[int]]
     """Experts that each rank holds now, by layer number and rank."""

@@ -219,7 +219,7 @@ class OverlapSearch(PlacementBase):
     """Whether the search also evens out the loads of failure domains; this requires ``loads``."""
     survival_share: float = 0.0
     """Share of the slots for base copies, which are placed so that experts survive losses. Other copies are placed
-    by load. At least ``min_replicas`` copies of every expert are base copies. Without loads, all copies are."""
+    by load. At least ``min_replicas`` copies of every expert, and all copies without loads, are base copies."""
 
     def fill(
         self,
@@ -468,7 +468,7 @@ def _mask(held: np.ndarray) -> int:
 
 
 def placements(replica_counts: Sequence[int], num_slots: int, num_domains: int, floor: int) -> Iterator[Counts]:
-    """Yield the counts ``[E, D]`` of every placement with each expert in ``floor`` domains, or in as many as possible.
+    """Yield the replica counts ``[E, D]`` of each placement. Every expert is in ``floor`` domains, or as many as possible.
 
     All domains have ``num_slots`` slots. Of placements that differ only in the order of domains, only one is yielded.
     """

@@ -34,10 +34,10 @@ class PlacementReport:
     """Number of replicas of the rarest expert, which is less than requested if there are too few slots."""
     stages: tuple[PlacementPlan, ...]
     weights_survival: tuple[Survival, ...]
-    """Survival of the compute weights after the loss of 1, 2, ... failure domains."""
+    """Probability that all compute weights survive the loss of 1, 2, ... failure domains."""
     state_survival: tuple[Survival, ...]
-    """Survival of the optimizer state after the loss of 1, 2, ... failure domains. If ``num_state_copies`` is not None,
-    a shard also survives if only a state copy of it is left."""
+    """Probability that all optimizer state survives the loss of 1, 2, ... failure domains. If ``num_state_copies`` is
+    not None, a shard also survives if only a state copy of it is left."""
     num_state_copies: int | None
     expert_weights_bytes: int
     """Bytes of the compute weights of all expert replicas."""

@@ -90,7 +90,7 @@ class StageRequest:
         ]
 
     def with_domains(self, plan: PlacementPlan) -> PlacementPlan:
-        """Return ``plan`` with its failure domains replaced by those of this request; unchanged if for other ranks."""
+        """Return ``plan`` with the failure domains of this request; unchanged if the plan is for other ranks."""
         return replace(plan, domains=self.domains) if plan.ranks == self.ranks else plan
 
     def fits(self, plan: PlacementPlan) -> bool:

@@ -37,7 +37,7 @@ def tradeoff(
     min_replicas: int,
     lost: Sequence[int],
 ) -> Iterator[TradeoffPoint]:
-    """Yield one point for each number of slots and each value of ``survival_share``. A value that gives the same
+    """Yield one placement for each number of slots and each value of ``survival_share``. A value that gives the same
     placement as the value before it is left out.
 
     Args:

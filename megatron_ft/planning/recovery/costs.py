@@ -21,7 +21,7 @@ from megatron_ft.planning.state.declined import Declined
 STRATEGIES: tuple[Strategy, ...] = (LivingState(), LocalizedReplay(), Rollback(), Checkpoint(), StartOver())
 """All recovery strategies. ``cost_of_loss`` explains which strategy recovers from a loss."""
 MAX_PLANNED_NODES = 16
-"""Number of nodes, the first in order, for which ``costs_of_nodes`` plans the placement after the loss of the node.
+"""Number of nodes for which ``costs_of_nodes`` plans the placement after the loss of the node: the first ones in order.
 For the loss of any other node, the bytes of experts that move are not computed."""
 
 

@@ -54,8 +54,8 @@ class RecoveryFacts:
     state_bytes: int
     """Bytes of the largest state of any rank, without activations; a vocabulary of unknown size counts as one entry."""
     received_bytes: tuple[int, ...] = ()
-    """Bytes of weights, master weights, moments and state copies of a rank, by pipeline stage. A rank in the place of a
-    lost rank receives them. A vocabulary of unknown size counts as one entry."""
+    """Bytes of weights, master weights, moments and state copies of a rank, by pipeline stage. A rank that replaces
+    a lost rank receives them. A vocabulary of unknown size counts as one entry."""
     is_running: bool = True
     """Whether the job has running ranks, which could continue after a loss."""
     iteration_seconds: float | None = None

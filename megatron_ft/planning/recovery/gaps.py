@@ -36,7 +36,7 @@ class Gap:
     """Nodes whose loss ends the job or costs committed iterations, and the changes that improve the recovery most."""
 
     nodes: tuple[int, ...]
-    """Nodes to which the gap applies. The loss of any one of them has the costs that the gap describes."""
+    """Nodes for which the loss of any single one ends the job or costs committed iterations."""
     changes: tuple[str, ...]
     """Command-line arguments that improve the recovery, e.g. ``recovery.min_nodes=3``; empty if none were found."""
     strategy: str
@@ -45,7 +45,7 @@ class Gap:
     """Reasons why no change makes a strategy possible, one for each strategy; empty if changes were found."""
 
     def summary(self) -> str:
-        """Describe the gap and the change in one line."""
+        """State in one line the changes that improve the recovery from the loss of a node, or why there are none."""
         listed = ", ".join(map(str, self.nodes[:_SHOWN_NODES]))
         more = f" and {len(self.nodes) - _SHOWN_NODES} more" if len(self.nodes) > _SHOWN_NODES else ""
         nodes = f"node {listed}" if len(self.nodes) == 1 else f"one of nodes {listed}{more}"

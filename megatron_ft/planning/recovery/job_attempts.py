@@ -108,7 +108,7 @@ class AttemptPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Action after an attempt and the reason for it."""
+    """Decision of a batch job after an attempt (a run of its training command): the next action, and the reason."""
 
     next: Next
     reason: str

@@ -424,8 +424,8 @@ def _lanes_of(members: Sequence[_Group], overlap: "_Overlap") -> tuple[list[Grou
 
 
 def _in_order(before: Sequence[int], overlap: "_Overlap", offset: int) -> dict[int, int]:
-    """Assign new lanes, in ascending order, to groups with the former lanes ``before``. As little optimizer state as
-    possible moves. Return the new lane for each position in ``before``; groups without a new lane are left out.
+    """Assign new lanes to groups with the former lanes ``before``. The order of groups stays the same, and the least
+    optimizer state moves. Return the new lane for each position in ``before``; groups without a new lane are left out.
 
     The optimizer shard of a lane is a fraction of each bucket, so lanes share state if their fractions overlap. Each
     former lane overlaps with few new lanes. The assignment with the most shared state is found in O(n log n).
