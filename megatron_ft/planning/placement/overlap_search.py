@@ -468,9 +468,9 @@ def _mask(held: np.ndarray) -> int:
 
 
 def placements(replica_counts: Sequence[int], num_slots: int, num_domains: int, floor: int) -> Iterator[Counts]:
-    """Yield the replica counts ``[E, D]`` of each placement. Every expert is in ``floor`` domains, or as many as possible.
-
-    All domains have ``num_slots`` slots. Of placements that differ only in the order of domains, only one is yielded.
+    """Yield the replica counts ``[E, D]`` of each placement in which every expert is in ``floor`` domains, or in as
+    many as possible. All domains have ``num_slots`` slots. Of placements that differ only in the order of domains, only
+    one is yielded.
     """
     num_experts = len(replica_counts)
     left = [*replica_counts, num_slots * num_domains - sum(replica_counts)]

@@ -111,7 +111,7 @@ class Standing:
     is_copied: bool = False
     """Whether the rank has a copy of its state from before the replay (``LocalizedPlan.may_copy``)."""
     has_whole_weights: bool = True
-    """Whether all weights on this rank are up to date. If not, only the weights of the rank's optimizer shard are."""
+    """Whether all weights on this rank are up to date. If not, only those of its optimizer shard are up to date."""
     window: WindowKey | None = None
     """Newest window that the rank knows to be committed; another rank may know a newer window from the last vote."""
     holds: tuple[str, ...] = ()
@@ -208,8 +208,8 @@ class LocalizedPlan:
         return tuple((direction, to) for direction, to in self.neighbours(stage).items() if self.replays(to))
 
     def voter(self, standings: Sequence[Standing]) -> int:
-        """Return the rank that sends votes and non-tensor state to all ranks. It is the rank with state that has the
-        votes of the most iterations to replay; if several have equally many, it is the first of them."""
+        """Return the rank that sends votes and non-tensor state to all ranks. Of the ranks with state, it is the
+        one whose votes cover the largest number of iterations to replay; of several such ranks, the first."""
         # One rank is enough, because votes are the same on every rank.
         able = [rank for rank, standing in enumerate(standings) if standing.iteration is not None]
         return max(able, key=lambda rank: (len(set(self.iterations) & set(standings[rank].voted)), -rank))
@@ -346,23 +346,23 @@ def units_of(rank: int, topology: Topology, *, plan: PlacementPlan | None, is_sh
 
 
 def part_unit(rank: int, topology: Topology) -> str:
-    """Return the unit of the non-expert state of ``rank``: only weights if the optimizer is sharded."""
+    """Return the name of the unit with the non-expert state of ``rank`` (only weights if the optimizer is sharded)."""
     return f"the non-expert state of {topology.describe_part(topology.model_parts[rank])}"
 
 
 def experts_unit(rank: int, topology: Topology) -> str:
-    """Return the unit of the experts that Megatron assigns to ``rank``: only weights if the optimizer is sharded."""
+    """Return the unit name of the experts that Megatron assigns to ``rank`` (only weights if the optimizer is sharded)."""
     place, part = topology.coordinates(rank), rank % topology.stage_size % topology.expert_tensor_parallel_size
     return f"the experts of expert-parallel rank {place.ep}, pipeline stage {place.pp}, expert tensor part {part}"
 
 
 def expert_unit(layer: int, expert: int) -> str:
-    """Return the unit of the state of one expert with replicas; layers are numbered from 1."""
+    """Return the name of the unit with the state of one expert with replicas; layers are numbered from 1."""
     return f"expert {expert} of layer {layer}"
 
 
 def shard_unit(rank: int) -> str:
-    """Return the unit of the shard of the distributed optimizer that ``rank`` updates."""
+    """Return the name of the unit with the shard of the distributed optimizer that ``rank`` updates."""
     return f"the optimizer shard of rank {rank}"
 
 

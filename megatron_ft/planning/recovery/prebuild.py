@@ -18,7 +18,7 @@ class PrebuildPlan:
     """Parts of the model that each spare builds in advance. A place is the position of a node in the layout."""
 
     parts: tuple[tuple[int, ...], ...]
-    """Places of the nodes that need each part, ascending. Parts are sorted by node count (descending), then place."""
+    """Positions (in the layout) of the nodes that need each part. Parts of most nodes come first, then by position."""
     stages: tuple[tuple[int, ...], ...]
     """Pipeline stages whose layers each part contains."""
     num_built: int

@@ -49,7 +49,7 @@ class Stored:
     """First iteration with the present placement of experts; 0 without expert replicas."""
 
     def again_from(self, start: int) -> int:
-        """Return the number of iterations that run again from the state after iteration ``start``."""
+        """Return the number of iterations that run again if ranks load the state after iteration ``start``."""
         return max(0, self.iteration - start)
 
 

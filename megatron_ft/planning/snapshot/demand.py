@@ -24,11 +24,11 @@ class UnitBytes:
     """Bytes of compute weights only, ``[units, ranks]``."""
 
     def take(self, rows: Sequence[int]) -> "UnitBytes":
-        """Return the rows ``rows`` of the table, in that order."""
+        """Return the bytes of only the units with the indices ``rows``, in that order."""
         return UnitBytes(full=self.full[list(rows)], frozen=self.frozen[list(rows)])
 
     def distinct_ranks(self) -> "UnitBytes":
-        """Return the table without repeated columns. Ranks have equal columns if all their units have equal sizes."""
+        """Return the bytes of one rank from each group of ranks on which all units have the same sizes."""
         # Data-parallel ranks often capture equal sizes, and every step of a packing costs time for each column.
         columns = np.concatenate([self.full, self.frozen]).T
         first = sorted({column.tobytes(): rank for rank, column in reversed(list(enumerate(columns)))}.values())
@@ -96,7 +96,7 @@ class Demand:
         return UnitBytes(full=full, frozen=frozen)
 
     def _pairs(self, units: Sequence[Unit]) -> tuple[Indices, Indices]:
-        """Return all pairs (row of a unit, index of a shard of the unit's operator) as two arrays."""
+        """Return all pairs (index of a unit in ``units``, index of a shard of the unit's operator) as two arrays."""
         row_of = {operator: row for row, operator in enumerate(self.operators)}
         of_unit = np.array([row_of[unit.operator] for unit in units], dtype=np.intp)
         # Without a loop in Python: a large job has millions of pairs of units and shards.

@@ -44,7 +44,7 @@ class CopyPlan:
         sharding: Sharding,
         node_bytes: Mapping[Kind, Sequence[int]],
     ) -> "CopyPlan":
-        """Assign peers for each kind of state. Nodes that have equal state are chosen first, in the order of the ring.
+        """Assign peers for each kind of state. Nodes in the same data-parallel groups come first, in ring order.
 
         Args:
             node_of: node of each rank.

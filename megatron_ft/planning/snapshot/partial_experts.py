@@ -199,7 +199,7 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
 
     @property
     def num_persisted_experts(self) -> int | None:
-        """Number of experts of each layer whose newer state a window's file contains; None for all of the window."""
+        """Number of experts of each layer whose newer state a window's file contains; None if the policy sets none."""
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
         """Choose the experts of the next file, in the same way on every rank."""
@@ -210,7 +210,7 @@ class ExpertPolicy(SnapshotPolicy, Protocol):
 
         Args:
             num_experts: number of experts of a layer.
-            windows_per_file: one of this number of windows is written to a file on storage.
+            windows_per_file: n if every n-th window is written to a file on storage.
             stored: experts of each layer whose newer state a file gets; used only if ``num_persisted_experts`` is None.
         """
         ...
