@@ -114,7 +114,7 @@ def integer_loads(loads: Sequence[float]) -> list[int]:
 
 
 def base_counts(replica_counts: Sequence[int], floor: int, num_slots: int) -> tuple[int, ...]:
-    """Return each expert's number of base copies, ``[E]``: ``floor``, or more if ``num_slots`` slots allow more.
+    """Return each expert's number of base copies, ``[E]``: ``floor``, and more until ``num_slots`` slots are used.
 
     Each further copy goes to the expert with the fewest base copies so far. ``replica_counts`` limits the base copies
     of each expert.

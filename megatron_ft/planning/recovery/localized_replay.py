@@ -351,7 +351,7 @@ def part_unit(rank: int, topology: Topology) -> str:
 
 
 def experts_unit(rank: int, topology: Topology) -> str:
-    """Return the unit name of the experts that Megatron assigns to ``rank`` (only weights if the optimizer is sharded)."""
+    """Return the unit name of the experts that Megatron gives to ``rank``: only weights if the optimizer is sharded."""
     place, part = topology.coordinates(rank), rank % topology.stage_size % topology.expert_tensor_parallel_size
     return f"the experts of expert-parallel rank {place.ep}, pipeline stage {place.pp}, expert tensor part {part}"
 

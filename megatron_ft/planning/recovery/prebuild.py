@@ -24,7 +24,7 @@ class PrebuildPlan:
     num_built: int
     """Number of parts that each spare builds; 0 if spares build nothing in advance."""
     num_nodes: int
-    """Number of places, one for each node of the layout."""
+    """Number of nodes in the layout."""
 
     def __post_init__(self) -> None:
         self.validate()
