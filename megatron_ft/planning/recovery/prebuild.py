@@ -18,7 +18,7 @@ class PrebuildPlan:
     """Parts of the model that each spare builds in advance. A place is the position of a node in the layout."""
 
     parts: tuple[tuple[int, ...], ...]
-    """Positions (in the layout) of the nodes that need each part. Parts of more nodes come first; ties go by position."""
+    """Layout positions of the nodes that need each part. Parts of more nodes come first; ties go by position."""
     stages: tuple[tuple[int, ...], ...]
     """Pipeline stages whose layers each part contains."""
     num_built: int
