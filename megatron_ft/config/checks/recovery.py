@@ -363,7 +363,8 @@ def _check_repayment(config: JobConfig) -> None:
 
 
 def _check_storage_bandwidth(config: JobConfig) -> None:
-    """Check ``snapshot.storage_bandwidth_bytes_per_second``: no other key may fix the number of stored experts."""
+    """Check that ``snapshot.storage_bandwidth_bytes_per_second`` may be set: files are written that can leave out
+    experts, and no other key sets the number of experts in a file."""
     snapshot, key = config.snapshot, "snapshot.storage_bandwidth_bytes_per_second"
     rate, policy = snapshot.storage_bandwidth_bytes_per_second, snapshot.policy
     if rate is None:
