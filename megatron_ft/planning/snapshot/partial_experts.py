@@ -434,7 +434,8 @@ class SelectiveExperts(_PartialPolicy):
         return _NO_BOUND
 
     def choose(self, plan: WindowPlan, basis: ChoiceBasis, state: ExpertBytes) -> Mask:
-        """Choose S experts of each layer on average, within the bytes that every rank can capture."""
+        """Choose the planned number of experts per layer, on average over layers. Choose other or fewer experts, unless
+        ``num_experts`` is configured, if a rank could not capture all bytes within one iteration."""
         assert plan.partial is not None, "the plan captures all experts"
         wanted = self.choice.choose(basis.number, plan.partial.num_experts, basis.at_risk, state.num_groups)
         if basis.budget_bytes is None or self.num_experts is not None:
@@ -442,8 +443,8 @@ class SelectiveExperts(_PartialPolicy):
         return _within(state, wanted, basis.at_risk, basis.budget_bytes)
 
     def choose_stored(self, basis: StorageBasis) -> Mask:
-        """Choose the planned number of experts of each layer whose newer state a file gets, preferably those for which
-        the file saves the most tokens from being lost."""
+        """Choose the experts whose newer state is written to a file, the planned number in each layer. Prefer experts
+        whose newer state includes the most tokens that storage lacks."""
         return basis.choose(oldest_first=False, max_lost_share=None)
 
     def _check(self) -> None:
@@ -490,7 +491,7 @@ def counted_layers(config: JobConfig) -> tuple[int, ...]:
 
 
 def planned_tokens(config: JobConfig) -> int:
-    """Return the tokens that the router assigns in one layer in all training. A token counts once for each expert."""
+    """Return how many pairs of a token and an expert the router makes in one layer in the whole training."""
     training, model = config.training, config.model
     num_samples = BatchSchedule.of(training).samples_before(training.train_iterations + 1)
     return num_samples * model.seq_length * model.moe_router_topk
@@ -510,7 +511,8 @@ def _filled(state: ExpertBytes, chosen: Mask, at_risk: Counts) -> Mask:
 
 
 def _most_windows(num_experts: int, captured: int, stored: int, windows_per_file: int) -> int:
-    """Return after how many windows at the latest a file updates an expert's state again, if experts take turns.
+    """Return the largest number of windows from a file with newer state of an expert to the next such file, if
+    experts take turns.
 
     Args:
         captured: number of experts of a layer that each window captures.
@@ -525,8 +527,8 @@ def _most_windows(num_experts: int, captured: int, stored: int, windows_per_file
 
 
 def _within(state: ExpertBytes, wanted: Mask, at_risk: Counts, budget_bytes: int) -> Mask:
-    """Choose experts within the budget of every rank, not more than the number of experts in ``wanted``. First choose
-    experts in ``wanted``, then others, both by descending tokens at risk."""
+    """Choose at most as many experts as ``wanted`` has, so that no rank exceeds ``budget_bytes``, but at least one. Take
+    experts in ``wanted`` first, then others; of both, first those with the most tokens at risk."""
     if (state.captured(wanted) <= budget_bytes).all():
         return wanted
     layers, experts = np.nonzero(np.ones_like(wanted))

@@ -41,8 +41,7 @@ class PartialWindows:
         self._plan = plan
         self._components = frozenset(plan.partial.components)
         self.sends_gradients = plan.partial.sends_gradients
-        """Whether peers get only the gradients of an expert and repeat its update, if the window of one iteration
-        earlier has also captured the expert."""
+        """Whether peers compute an expert's state from gradients if the previous iteration's window has captured it."""
         self._state = ExpertBytes.of(demand, plan.partial.components)
         self._row_of = {layer: row for row, layer in enumerate(self._state.layers)}
         self._planned_tokens = planned_tokens
@@ -122,9 +121,9 @@ class PartialWindows:
         earlier files for the state of all other experts. Return whether the snapshot server needs a description of
         the file, because its content differs from that of the window, or because the file ``writes_all_pieces``.
 
-        Later files may refer to an expert's state in this file: at most ``MAX_PARTIAL_FILES`` files, or twice the
-        number of files that write all experts once, whichever is larger. The file after them contains all pieces. So a
-        damaged file makes at most this number of later files unusable.
+        At most ``MAX_PARTIAL_FILES`` later files may refer to an expert's state in this file; or 2 n files, if n files
+        are needed to write every expert once and 2 n is larger. The next file contains all pieces. So a damaged file
+        makes at most this number of later files unusable.
 
         Args:
             unwritten_start: start of the newest window whose file some rank could not write; -1 if there is none. Files
@@ -169,7 +168,7 @@ class PartialWindows:
         return not is_whole
 
     def captured_at(self, start: int, pieces: Sequence[Piece], num_layers: int) -> tuple[int, ...] | None:
-        """Return the iteration of the state of each piece of window ``start``; None if it is ``start`` for all."""
+        """Return, for each piece of window ``start``, the iteration of its state; None if this is ``start`` for all."""
         captured_at = self._captured_at[start]
         if (captured_at == start).all():
             return None
@@ -229,7 +228,7 @@ class PartialWindows:
         return None if at_risk is None else self._share(at_risk), ledger.lost_share(self._planned_tokens)
 
     def owed_share(self, ledger: TokenLedger) -> float:
-        """Return the lost tokens for which experts have not yet made up, as a share of the planned tokens."""
+        """Return the lost tokens that experts have not yet offset by extra tokens, as a share of the planned tokens."""
         return self._share(ledger.owed())
 
     def _share(self, tokens: Rows) -> float:

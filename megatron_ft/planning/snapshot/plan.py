@@ -119,8 +119,8 @@ class PlanBasis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialPlan:
-    """Number of experts that a window captures completely, and the components of all other experts that it leaves out.
-    The experts are chosen when the window begins."""
+    """How much a window captures: a number of experts completely, and all other experts without some components. The
+    completely captured experts are chosen when the window begins."""
 
     num_experts: int
     """Number of experts of each MoE layer that a window captures, on average over layers."""
@@ -399,7 +399,7 @@ class ReorderTrigger:
     min_change: float = 0.10
     """Relative change of an expert's frequency above which the expert counts as changed."""
     min_share: float = 0.25
-    """Share of all experts that must have changed for a new order; above 1 keeps the first order for the whole run."""
+    """Smallest share of changed experts that leads to a new order. A value above 1 keeps the run's first order."""
 
     def fires(self, before: Activations | None, now: Activations | None) -> bool:
         """Return whether an order made from the token counts ``before`` is outdated for the token counts ``now``."""

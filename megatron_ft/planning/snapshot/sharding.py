@@ -37,8 +37,8 @@ class ModuleSharding:
         return self.data_size // self.expert_size
 
     def baseline(self, saved: Mask) -> Matrix:
-        """Return the bytes of each rank if rank 0 saves all modules outside experts, and the first expert-parallel
-        group saves all experts (figure 7a).
+        """Return the bytes that each rank saves if rank 0 saves all modules outside experts, and the first
+        expert-parallel group saves all experts (figure 7a).
 
         Args:
             saved: experts that are saved, ``[MoE layers, experts]``.
@@ -65,14 +65,14 @@ class ModuleSharding:
         return shares
 
     def equal(self, saved: Mask, *, whole: bool = True) -> Matrix:
-        """Return the bytes of each rank if modules outside experts are divided equally, regardless of the experts that
-        the ranks save (section 4.2)."""
+        """Return the bytes that each rank saves if modules outside experts are divided equally, regardless of the
+        experts that the ranks save (section 4.2)."""
         modules = _assign(self.module_bytes, np.zeros(self.data_size, dtype=np.int64))
         return self.shares_of_experts(saved, whole=whole) + modules
 
     def adaptive(self, saved: Mask, *, whole: bool = True) -> Matrix:
-        """Return the bytes of each rank if modules outside experts are assigned one by one, the largest first. Each
-        module goes to the rank with the fewest bytes so far, including the bytes of experts (section 4.3)."""
+        """Return the bytes that each rank saves if modules outside experts are assigned one by one, the largest first.
+        Each module goes to the rank with the fewest bytes so far, including bytes of experts (section 4.3)."""
         return _assign(self.module_bytes, self.shares_of_experts(saved, whole=whole))
 
     def _saved_experts(self, saved: Mask) -> Matrix:
