@@ -36,9 +36,9 @@ class RoutingTrace:
     start: int
     """Index of the record that iteration 1 uses."""
     dropped_layers: int
-    """Number of recorded layers (the last ones with loads) that are unused, because the model has fewer MoE layers."""
+    """How many recorded layers with loads are unused, because the model has fewer MoE layers: the file's last ones."""
     dropped_experts: int
-    """Number of recorded experts per layer (the least loaded ones) that are unused, because the model has fewer."""
+    """How many experts per recorded layer are unused, because the model has fewer experts: the least loaded ones."""
 
     @classmethod
     def of(cls, model: ModelConfig, recorded: ExpertLoads) -> "RoutingTrace":

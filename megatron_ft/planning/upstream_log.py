@@ -95,9 +95,9 @@ def check_limit(needed_bytes: int, limit_bytes: int | None) -> None:
 def iterations_kept(window_iterations: int, commit_lag_iterations: int, interval_iterations: int | None = None) -> int:
     """Return the largest number of iterations in the log: from the start of a window until the next window's commit.
 
-    The commit lag counts twice: after a recovery, a dense snapshot (all operators at once) is captured. If another
-    failure comes before the commit of this snapshot, the second replay starts from the same window as the first, and up
-    to ``commit_lag_iterations`` more iterations are in the log.
+    The commit lag is added twice for the case of a second failure: after a recovery, a dense snapshot (all operators at
+    once) is captured. If ranks fail again before the commit of this snapshot, the second replay starts from the same
+    window as the first, and up to ``commit_lag_iterations`` more iterations are in the log.
 
     Args:
         window_iterations: number of iterations of a window (W).
@@ -140,7 +140,7 @@ def _tensor_bytes(config: JobConfig) -> int:
 
 
 def num_entries(config: JobConfig, stage: int) -> int:
-    """Return the number of tensors that a rank of ``stage`` logs in one iteration, also for padding microbatches."""
+    """Return the number of tensors that a rank of ``stage`` logs in one iteration, including padding microbatches."""
     shape = pipeline_shape(config)
     return len(sends(shape, stage, "forward")) + len(sends(shape, stage, "backward"))
 

@@ -527,7 +527,7 @@ def _most_windows(num_experts: int, captured: int, stored: int, windows_per_file
 
 
 def _within(state: ExpertBytes, wanted: Mask, at_risk: Counts, budget_bytes: int) -> Mask:
-    """Choose at most as many experts as ``wanted`` has, so that no rank exceeds ``budget_bytes``, but at least one. Take
+    """Choose at least one expert, and at most as many as ``wanted`` has, so that no rank exceeds ``budget_bytes``. Take
     experts in ``wanted`` first, then others; of both, first those with the most tokens at risk."""
     if (state.captured(wanted) <= budget_bytes).all():
         return wanted

@@ -105,7 +105,7 @@ class Matched:
 
 
 _Line = tuple[Column, Column]
-"""Starts and stops of intervals. Position p of rank r is represented as ``r * num_positions + p``."""
+"""Starts and stops of ranges of elements on ranks. Position p on rank r has the number ``r * num_positions + p``."""
 
 
 def _lines(index: TensorIndex, rank: Column, tensor: Column, start: Column, stop: Column) -> _Line:
@@ -151,7 +151,7 @@ def _match_others(
 ) -> tuple[list[Pieces], _Line]:
     """Search ``held`` for ranks that can send the ranges ``left``. All rows of ``held`` have the same medium.
 
-    Return the pieces that a rank holds, each with its set of possible senders, and the ranges that no rank holds.
+    Return the pieces found in ``held``, each with the set of ranks that can send it, and the ranges not found there.
     """
     wanted = _pieces(index, *left, iteration, -1)
     # After most changes few tensors move, so holdings of all other tensors are left out before sorting.

@@ -99,7 +99,7 @@ def _await(threads: Sequence[threading.Thread]) -> None:
 # its payload, and a partly written send. A thread that waits for such an operation stays blocked until the timeout of
 # its group, minutes later.
 #
-# ``install`` replaces the two calls that can block a rank in this way: ``_Work.wait``, with which every collective,
+# ``install`` replaces the two calls that can block a rank in this way: ``Work.wait``, with which every collective,
 # send and receive of ``torch.distributed`` ends, and the constructor of ``ProcessGroupGloo``, which connects to all
 # other ranks of a group. Both return or raise as before. They also raise ``WaitAbandoned`` after the current
 # ``WaitLimit`` has ended. The operation itself may stay blocked in a thread; ``release`` describes what happens to
@@ -110,7 +110,7 @@ def _await(threads: Sequence[threading.Thread]) -> None:
 # does no harm, because the tensors of a failed iteration are not used again.
 
 GRACE_SECONDS = 0.5
-"""Time in seconds from the shutdown of connections until waits are abandoned. Gloo mostly fails waits within 0.1 s."""
+"""Time in seconds from the shutdown of connections until waits are abandoned. In gloo, most waits fail within 0.1 s."""
 _SLICE = timedelta(seconds=0.1)
 """Interval at which a wait checks whether its ``WaitLimit`` has ended. A check costs about 0.5 ms of CPU time."""
 
@@ -153,7 +153,7 @@ class WaitLimit:
 
     @classmethod
     def in_use(cls) -> "WaitLimit":
-        """Return the limit on which ``use`` was called last: it applies to waits that begin now."""
+        """Return the ``WaitLimit`` of waits that begin now: the one whose method ``use`` was called last."""
         return _in_use
 
     def use(self) -> None:
@@ -242,8 +242,8 @@ def call(function: Callable[[], T]) -> T:
 
 
 def install() -> None:
-    """Replace torch's ``_Work.wait`` and the constructor of ``ProcessGroupGloo``. In this process, waits then end with
-    the current ``WaitLimit``. All process groups must use gloo. A second call does nothing."""
+    """Replace torch's ``Work.wait`` and the constructor of ``ProcessGroupGloo``, so that both raise ``WaitAbandoned``
+    after the current ``WaitLimit`` has ended. All process groups must use gloo. A second call does nothing."""
     global _is_installed
     if _is_installed:
         return
