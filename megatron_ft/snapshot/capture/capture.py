@@ -79,7 +79,7 @@ class _ThreadCopier:
     def __init__(self, gate: IdleGate | None = None) -> None:
         self._gate = gate
         self._at_once = 0
-        """Number of bytes of the batch that may be copied while the rank computes; the others wait for a bubble."""
+        """How many bytes of a batch may be copied while the rank computes; the batch's other bytes wait for a bubble."""
         self._batch: CopyBatch | None = None
         self._before: Action = _nothing
         self._after: Action = _nothing
@@ -289,7 +289,7 @@ def capture_bandwidth(device: torch.device, copier: Copier) -> float:
 
 
 Header = Callable[[], Mapping[str, str]]
-"""Function that returns a slice's header, state besides tensors: JSON texts by name. Another thread may call it."""
+"""Function that returns a slice's header: state outside of tensors, as JSON texts by name. It may run in any thread."""
 
 Source = Callable[[Piece], torch.Tensor]
 """Function that returns the current elements of a piece as a contiguous 1-D tensor."""

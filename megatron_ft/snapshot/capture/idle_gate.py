@@ -14,8 +14,8 @@ CHUNK_BYTES = 1 << 20
 only the last chunk that begins in a bubble can overlap with computation."""
 _NUM_ITERATIONS = 5
 """Number of newest iterations from which the waits of the next iteration are predicted: a prediction is the shortest
-measured time. If it is too long, copies do not fit into the bubbles and delay the update. If it is too short, copies
-only slow down computation."""
+measured time. If the waits are shorter than predicted, copies do not fit into the bubbles and delay the update. If the
+waits are longer, copies only slow down computation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class IdleGate:
         self._num_waits, self._usual_num_waits = 0, -1
         self._idle_seconds = self._last_wait_end = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=_NUM_ITERATIONS)
-        """Total seconds of all waits, and seconds from the last wait to the end, for each of the newest iterations."""
+        """For each of the newest iterations: total seconds of its waits; seconds from its last wait to its end."""
         self._idle_rate = self._busy_rate = 0.0
         self._new = CopyTimes()
         """Bytes and durations of the copies that are not yet included in a copy rate (bytes per second)."""

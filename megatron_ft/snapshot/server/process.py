@@ -61,7 +61,7 @@ class _KeeperSpec:
     outlive: Outlive | None = None
     """Whether and how long the server outlives its agent."""
     lock_descriptor: int | None = None
-    """File descriptor with a shared lock on the socket's directory. The last process with one removes the directory."""
+    """File descriptor with a shared lock on the socket's directory, which the last holder of a lock removes."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "_KeeperSpec":

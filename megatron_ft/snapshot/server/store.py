@@ -38,7 +38,7 @@ from megatron_ft.snapshot.window import Origin, Slice, Update
 # Use less than ``MemAvailable``, which is an estimate: when memory runs out, the kernel may kill ranks.
 _USABLE_SHARE = 0.9
 _CHUNK_BYTES = 1 << 28
-"""Number of bytes that one system call allocates. After each call, the number of bytes still missing is updated."""
+"""Number of bytes that one system call allocates. After each call, the number of unallocated bytes is updated."""
 
 
 class Segment:
@@ -151,7 +151,7 @@ class CarriedBytes:
 
     @classmethod
     def of(cls, part: Slice, piece: CarriedPiece, view: memoryview, start_of: Callable[[int], int]) -> "CarriedBytes":
-        """Find ``piece`` in ``view``, the memory of all buffers. ``start_of`` returns where in it a buffer starts."""
+        """Find ``piece`` in ``view``, the memory of all buffers. ``start_of`` returns a buffer's start in ``view``."""
         source = None
         if piece.source is not None:
             first, place = start_of(piece.source) + part.offset, part.pieces[piece.index]
