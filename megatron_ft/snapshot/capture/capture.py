@@ -79,7 +79,7 @@ class _ThreadCopier:
     def __init__(self, gate: IdleGate | None = None) -> None:
         self._gate = gate
         self._at_once = 0
-        """How many bytes of a batch may be copied while the rank computes; the batch's other bytes wait for a bubble."""
+        """Bytes of a batch that may be copied while the rank computes. The batch's other bytes wait for a bubble."""
         self._batch: CopyBatch | None = None
         self._before: Action = _nothing
         self._after: Action = _nothing

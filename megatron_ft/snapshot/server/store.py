@@ -224,7 +224,7 @@ class OwnRank:
         return [self.segment.view[start + first : start + last] for first, last in update.ranges(part)]
 
     def carried(self, window: HeldWindow, part: Slice) -> list["CarriedBytes"]:
-        """Return the pieces that ``part`` takes from earlier windows. Raises ControlError if one of them is missing."""
+        """Return the pieces that slice ``part`` takes from earlier windows. Raises ControlError if one is missing."""
         assert self.windows is not None and self.segment is not None, "the window has no memory"
         view = self.segment.view
         return [CarriedBytes.of(part, piece, view, self._start) for piece in self.windows.carried(window, part)]
@@ -283,7 +283,7 @@ class Copy:
         return self._start(window.buffer)
 
     def carried(self, window: HeldWindow, part: Slice) -> list[CarriedBytes]:
-        """Return the pieces that ``part`` takes from earlier copies. Raises ControlError if one of them is missing."""
+        """Return the pieces that slice ``part`` takes from earlier copies. Raises ControlError if one is missing."""
         pieces = self.windows.carried(window, part)
         return [CarriedBytes.of(part, piece, self.segment.view, self._start) for piece in pieces]
 

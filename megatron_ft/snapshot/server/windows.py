@@ -31,7 +31,7 @@ class HeldWindow(Window):
     """Whether at least one peer will never have a complete copy of this window."""
     committed: bool = False
     before: "HeldWindow | None" = None
-    """Complete window that this window replaces in its buffer, if any. Its bytes stay there until overwritten."""
+    """Complete window whose buffer this window reuses, if any. The older bytes stay in the buffer until overwritten."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -125,7 +125,7 @@ class OnStorage:
     def after(
         cls, former: "OnStorage | None", window: HeldWindow, places: Sequence[WindowKey | None]
     ) -> "OnStorage | None":
-        """Return which file has each piece of ``window`` after ``window`` was written; None if it has several slices.
+        """Return which file has each piece of ``window`` after it is written; None if ``window`` has several slices.
         ``places`` is the result of ``file_of``: for each piece that was not written, the window whose file has it."""
         if window.num_slices != 1:
             return None
@@ -240,7 +240,7 @@ class OwnWindows:
         self._fillings.begin(window)
 
     def carried(self, window: HeldWindow, part: Slice) -> list[CarriedPiece]:
-        """Return the pieces that ``part`` takes from earlier windows. Raises ControlError if one of them is missing."""
+        """Return the pieces that slice ``part`` takes from earlier windows. Raises ControlError if one is missing."""
         return _carried(part, window, reversed(self._order))
 
     def capture(self, buffer: int, index: int, part: Slice) -> None:
@@ -271,11 +271,11 @@ class OwnWindows:
         }
 
     def given_up(self, generation: int) -> dict[int, int]:
-        """Return the windows of ``generation`` that a peer will never have, as {buffer: start iteration}."""
+        """Return the windows of ``generation`` that at least one peer will never have, as {buffer: start iteration}."""
         return {window.buffer: window.start_iteration for window in self._of_generation(generation) if window.given_up}
 
     def waiting_bytes(self, peers: Sequence[int], generation: int) -> int:
-        """Return how many bytes of windows of ``generation`` peers have not received yet, summed over all peers."""
+        """Return the sum, over all peers, of the bytes of windows of ``generation`` that the peer has not received."""
         return sum(
             part.captured_bytes
             for window in self._of_generation(generation)
@@ -379,11 +379,11 @@ class CopyWindows:
         return incoming
 
     def carried(self, window: HeldWindow, part: Slice) -> list[CarriedPiece]:
-        """Return the pieces that ``part`` takes from earlier copies. Raises ControlError if one of them is missing."""
+        """Return the pieces that slice ``part`` takes from earlier copies. Raises ControlError if one is missing."""
         return _carried(part, window, self)
 
     def preceding(self, window: HeldWindow, part: Slice) -> HeldWindow:
-        """Find the window with the slice from which ``part.update`` computes pieces. Raises ControlError if missing."""
+        """Find the preceding iteration's window, to which ``part.update`` is applied. Raises ControlError if missing."""
         found = next((other for other in self if other.complete and _precedes(other, window, part)), None)
         if found is None:
             raise ControlError(f"window {window.start_iteration}: the window of the preceding iteration is missing")

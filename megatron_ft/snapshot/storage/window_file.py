@@ -68,7 +68,7 @@ class StoredIn:
         """Read the table from the header of slice 0. Return None if no piece is in the file of an earlier window.
 
         Raises:
-            CheckpointError: the entry in the header is invalid, or names a window that is not older.
+            CheckpointError: the entry in the header is invalid, or names a window that is not older than ``window``.
         """
         content = window.slices[0].header.get(_STORED_IN)
         if content is None:
@@ -89,7 +89,7 @@ class StoredIn:
         return cls(windows=keys, pieces=pieces)
 
     def layout(self, part: Slice) -> tuple[list[tuple[int, int]], int]:
-        """Return (index, position in the payload) of each piece in the slice's own file, and the payload's size."""
+        """Return (index, payload position) of each piece that the slice's own file contains, and the payload's size."""
         found, position = [], 0
         for index, piece in enumerate(part.pieces):
             if self.pieces[index] < 0:
@@ -368,7 +368,7 @@ def _zeros(num_bytes: int) -> Iterator[bytes]:
 
 
 def _is_there(backend: Backend, directory: str, name: str, window: Window) -> bool:
-    """Return whether a valid file ``name`` has ``window`` in it. Raises CheckpointError if it has another window."""
+    """Return whether file ``name`` is valid and has ``window``. Raises CheckpointError for another valid window."""
     if not backend.exists(directory, name):
         return False
     where = backend.describe(directory, name)
