@@ -511,8 +511,7 @@ def _filled(state: ExpertBytes, chosen: Mask, at_risk: Counts) -> Mask:
 
 
 def _most_windows(num_experts: int, captured: int, stored: int, windows_per_file: int) -> int:
-    """Return the largest number of windows from a file with newer state of an expert to the next such file, if
-    experts take turns.
+    """Return after at most how many windows a file again contains newer state of an expert, if experts take turns.
 
     Args:
         captured: number of experts of a layer that each window captures.

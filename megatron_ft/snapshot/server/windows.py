@@ -383,7 +383,7 @@ class CopyWindows:
         return _carried(part, window, self)
 
     def preceding(self, window: HeldWindow, part: Slice) -> HeldWindow:
-        """Find the preceding iteration's window, to which ``part.update`` is applied. Raises ControlError if missing."""
+        """Find the preceding iteration's window, to which ``part.update`` applies. Raises ControlError if missing."""
         found = next((other for other in self if other.complete and _precedes(other, window, part)), None)
         if found is None:
             raise ControlError(f"window {window.start_iteration}: the window of the preceding iteration is missing")
