@@ -491,7 +491,7 @@ def counted_layers(config: JobConfig) -> tuple[int, ...]:
 
 
 def planned_tokens(config: JobConfig) -> int:
-    """Return how many pairs of a token and an expert the router makes in one layer in the whole training."""
+    """Return how many assignments of a token to an expert the router makes in one layer in the whole training."""
     training, model = config.training, config.model
     num_samples = BatchSchedule.of(training).samples_before(training.train_iterations + 1)
     return num_samples * model.seq_length * model.moe_router_topk
