@@ -194,7 +194,7 @@ class Slice:
     num_bytes: int
     """Size of the slice in bytes, including padding between and after the pieces."""
     header: Mapping[str, Any]
-    """State that a replay needs besides tensors, such as the vote, histories and counters. It must be strict JSON."""
+    """Strict JSON: state that a replay needs besides piece data, e.g. the commit vote, the placement, step counts."""
     pieces: tuple[Piece, ...]
     """Pieces of the slice, in order of their offsets."""
     hashes: tuple[str, ...] | None = None
@@ -248,7 +248,7 @@ class Slice:
         ]
 
     def repeats(self, other: "Slice") -> bool:
-        """Return whether ``update`` can compute pieces of this slice from slice ``other`` of the same generation."""
+        """Return whether ``update``, applied to slice ``other`` of the same generation, gives pieces of this slice."""
         if self.update is None or other.iteration != self.iteration - 1 or len(other.pieces) != len(self.pieces):
             return False
         indices = self.update.indices(self)
@@ -355,15 +355,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLevel:
-    """Content of a window's file if the file has older states of some experts than the window in memory (MoC-System,
-    section 5.1). All ranks choose these experts together. The window leaves out experts and has one slice."""
+    """Describes how a window's file differs from the window in memory: it has older states of some experts (MoC-System,
+    section 5.1). All ranks choose these experts together. The window has one slice and leaves out experts."""
 
     captured_at: tuple[int, ...]
     """Iteration after which each piece in the file was captured. The piece in memory may be of a later iteration."""
     header: Mapping[str, str]
     """Header entries (JSON texts by name) that the file has in place of the slice's entries with the same names."""
     is_whole: bool = False
-    """Whether all pieces are written. Otherwise, pieces that are in an earlier file are not written again."""
+    """Whether the file contains all pieces itself. If False, pieces of an earlier file are not written again."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""

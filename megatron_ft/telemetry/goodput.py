@@ -16,7 +16,7 @@ from megatron_ft.planning.cost.training_time import checkpoint_overhead, effecti
 
 _ENDS = (events.RunFinished, events.RunStopped)
 _MOST = 10**15
-"""Largest iteration number and largest token count that a record may contain. Larger values are ignored."""
+"""Metrics of an iteration with this number or a higher one are ignored. A token count from this on counts as 0."""
 # Valid times are in the years 2001 to 5138. A clock that was never set begins in 1970 and would add decades to the wall
 # time.
 _EARLIEST_SECONDS, _LATEST_SECONDS = 1e9, 1e11
@@ -167,7 +167,7 @@ class _Counted:
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     num_iterations: int = 0
-    """Number of useful iterations. All totals are integers, so that subtracting from them has no rounding error."""
+    """Number of useful iterations. It and the totals of time and tokens are integers, so subtractions are exact."""
     total_nanoseconds: int = 0
     total_tokens: int = 0
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 _UNSHOWN = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufffe\uffff]"
 )
-"""Characters that are replaced: those that HTML forbids, surrogates, and those that change the text direction."""
+"""Characters to replace in a page's text: those that HTML forbids, surrogates, and those that change its direction."""
 _VOID = frozenset({"meta"})
 CHARACTER_WIDTH = 6.4
 """Width in pixels to reserve for a character of a drawing. Most characters are a little narrower."""

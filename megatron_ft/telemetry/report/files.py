@@ -31,11 +31,11 @@ class Decision:
     """Line of ``decisions.jsonl``: a decision of the controller after a loss, or a request that nodes join or leave."""
 
     generation: int
-    """Generation of the membership that ended."""
+    """Generation of the membership that this decision ended."""
     time_unix_seconds: float
     """Time of the decision by the controller's clock."""
     reason: str
-    """Reason why the membership ended."""
+    """Reason why this decision ended a membership."""
     lost_nodes: tuple[int, ...] = ()
     """Nodes that were lost."""
     left_nodes: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class Decision:
     declined: str | None = None
     """Reason why the surviving ranks had to restart as new processes; None if their processes continue."""
     previous_ranks: tuple[int | None, ...] = ()
-    """Previous rank of each rank of the next membership, None if new. Empty if ``declined`` is set."""
+    """Previous rank of each rank of the next membership; None if it has no state. Empty if ``declined`` is set."""
     nodes: tuple[int, ...] = ()
     """Node of each rank of the next membership. Empty if ``declined`` is set."""
 

@@ -130,7 +130,7 @@ class _LayerLoads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoads:
-    """Loads of the experts of all MoE layers. Records with other layers or experts than the newest are left out."""
+    """Loads of the experts of all MoE layers. Records that differ from the newest in layers or experts are left out."""
 
     num_experts: int
     experts_per_row: int

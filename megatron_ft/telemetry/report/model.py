@@ -17,7 +17,7 @@ from megatron_ft.telemetry.report.maps import ExpertLoads
 from megatron_ft.telemetry.report.recoveries import Recovery
 
 _HIGHEST = 1e30
-"""Largest value of the loss that is drawn."""
+"""Losses of at least this magnitude are not drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
