@@ -203,7 +203,7 @@ class Slice:
     """Iteration after which each piece was captured; None if this is ``iteration`` for all pieces. In a window that
     leaves out experts, the pieces of these experts are copies from earlier windows."""
     update: Update | None = None
-    """Update from which a peer can compute some pieces; None if all captured pieces are sent. Files omit it."""
+    """AdamW update by which peers compute pieces not sent to them; None if all captured ones are sent. Not in files."""
 
     @property
     def end(self) -> int:

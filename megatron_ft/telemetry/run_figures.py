@@ -11,7 +11,7 @@ class RunFigures:
 
     def __init__(self) -> None:
         self.attempts: list[events.RunStarted] = []
-        """One ``RunStarted`` record for each time at which all ranks of the run started."""
+        """``RunStarted`` records: one for each time at which all ranks were started or restarted."""
         self._meter = GoodputMeter()
         self._lasting: dict[str, float] = {}
         """Newest value of each metric, or its sum over the run. A value stays valid until a newer record changes it."""
@@ -127,4 +127,4 @@ _OF_THE_RUN = frozenset(
     f"snapshot/{name}"
     for name in ("stalled_seconds", "captured_bytes", "replicated_bytes", "persisted_bytes", "idle_copied_bytes")
 )
-"""Figures that are sums over the whole run. All other figures are reset whenever all ranks start."""
+"""Metrics that are sums over the run's events. Other metrics from events are dropped when all ranks are restarted."""

@@ -33,7 +33,7 @@ class RunState:
     train_iterations: int
     """Last iteration of the run according to its configuration."""
     started: RunStarted | None = None
-    """Record of the newest start of all ranks in this job."""
+    """Record of the last time at which all ranks were started or restarted in this job."""
     iteration: int = 0
     """Newest reported iteration."""
     first_loss: float | None = None

@@ -98,8 +98,8 @@ def _marks(marks: Sequence[Mark], x: Scale) -> Iterator[Element]:
 
 
 def _badges(places: Sequence[tuple[float, int]]) -> list[tuple[tuple[int, ...], float]]:
-    """Merge the numbered marks of recoveries that would overlap on the plot. ``places``: the pixel and the number of
-    each mark. Return the numbers and the pixel of each merged mark."""
+    """Merge marks of recoveries that would overlap on the plot. ``places`` contains (x in pixels, recovery's number) of
+    each mark. Return (numbers of the recoveries, x in pixels) of each mark after the merge."""
     found: list[tuple[tuple[int, ...], float]] = []
     for at, number in sorted(places):
         numbers: tuple[int, ...] = (number,)

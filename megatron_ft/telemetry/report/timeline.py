@@ -66,7 +66,7 @@ class Lane:
     rank: int | None
     """Rank after the recovery; None if the process has ended."""
     previous: int | None
-    """Earlier rank of this process or of the process that it replaces; None for a new process that replaces none."""
+    """Rank that this process, or the process that it replaces, had before the recovery; None if it replaces none."""
     node: int | None
     stage: int | None
     """Pipeline stage of the rank; None if no record names it."""

@@ -14,9 +14,9 @@ from megatron_ft.planning.iteration import ALERT_NAMES, Alert, AlertFigures, Ale
 from megatron_ft.telemetry.sinks.base import Sink, SinkContext
 
 NUM_WINDOWS = 5
-"""Number of newest snapshot windows over which the share of time that training waited for captures is computed."""
+"""The share of time in which training waited for captures is computed over this number of newest windows."""
 NUM_ITERATIONS = 20
-"""Number of newest iterations. The median of their durations counts as the duration of each iteration of a window."""
+"""The median duration of this number of newest iterations is taken as the duration of each iteration of a window."""
 DISK_SECONDS = 30.0
 """Shortest time in seconds between two checks of the free disk space."""
 

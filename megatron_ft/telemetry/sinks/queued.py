@@ -215,7 +215,7 @@ class StepSender:
         raise NotImplementedError
 
     def begin_attempt(self, record: RunStarted) -> None:
-        """Handle a start of all ranks of the run. Called when all steps before this start are sent."""
+        """Handle ``record``: all ranks were (re)started. Called after all steps before this start were sent."""
 
     def pause(self) -> None:
         """Write buffered data to the tracker. Called whenever the queue of records is empty."""

@@ -77,7 +77,7 @@ class _Sender(StepSender):
 
 
 def _last_step(folder: Path) -> int:
-    """Return the newest step in earlier jobs' event files that no later event makes TensorBoard drop; 0 if none."""
+    """Return the newest step in earlier jobs' event files, without steps that TensorBoard drops; 0 if there is none."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     newest = 0
