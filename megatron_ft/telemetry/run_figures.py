@@ -14,7 +14,7 @@ class RunFigures:
         """``RunStarted`` records: one for each time at which all ranks were started or restarted."""
         self._meter = GoodputMeter()
         self._lasting: dict[str, float] = {}
-        """Newest value of each metric, or its sum over the run. A value stays valid until a newer record changes it."""
+        """Metrics from events, by name: newest value or sum over the run. Each is valid until an event changes it."""
         self._recovered: dict[str, float] = {}
         """Seconds that recoveries took since the last call of ``hand_out``, by name of the recovery strategy."""
         self._strategy: str | None = None

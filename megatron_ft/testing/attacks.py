@@ -176,7 +176,7 @@ def controller_attacks(caller: Caller, token: str, rng: random.Random, *, num_no
 
 
 def _deliver_next(caller: Caller, metadata: Sequence[tuple[str, str]], items: Sequence[Any]) -> str:
-    """Send 100 copies of ``items`` to the controller, as messages of node 0 with the next expected numbers.
+    """Send 100 copies of ``items`` to the controller, as messages of node 0 with the next expected sequence numbers.
 
     One copy is not enough: the node's agent may use the next number first, and the controller ignores used numbers.
     """

@@ -52,7 +52,7 @@ def quantized(parts: Iterable[tuple[str, Stored, bool]]) -> tuple[Component, ...
 
 def algorithm_1(full_bytes: float, frozen_bytes: float, budget_bytes: float, num_operators: int) -> int:
     """Compute the number of iterations of a snapshot window with algorithm 1 of the MoEvement paper, for operators of
-    equal size. All sizes are bytes per model parameter. ``budget_bytes`` can be copied in one iteration."""
+    equal size. All sizes are bytes per model parameter; one iteration can copy ``budget_bytes`` per parameter."""
     active = num_operators
     while active > 2:
         if full_bytes * active + frozen_bytes * (num_operators - active) <= budget_bytes * num_operators:
@@ -113,7 +113,7 @@ def uneven(num_ranks: int = 5, seed: int = 0) -> Demand:
 
 
 def context(demand: Demand, share: float, seconds: float = 2.0) -> SnapshotContext:
-    """Make a ``SnapshotContext``: one iteration can capture ``share`` of the full state of the rank with most state."""
+    """Make a ``SnapshotContext`` in which one iteration can capture ``share`` of the largest full state of any rank."""
     whole = max(sum(sizes) for sizes in full_bytes(demand))
     return SnapshotContext(bandwidth_bytes_per_second=max(1, int(whole * share)) / seconds, iteration_seconds=seconds)
 

@@ -19,7 +19,7 @@ from megatron_ft.errors import MegatronFtError
 
 class FileSinks:
     """Writes the records of a job to ``records.jsonl``. Each launcher (process that starts the job) overwrites this
-    file, and appends a line to the file ``consoles``."""
+    file, and appends its process id to the file ``consoles``."""
 
     def __init__(self, config: JobConfig, run_dir: Path, *, world_size: int) -> None:
         self._file = (run_dir / "records.jsonl").open("w")

@@ -123,7 +123,7 @@ def _position(context: RankContext) -> Position:
 
 def _begin(context: RankContext, following: NextMembership) -> RankContext | None:
     """Wait for the first membership, from ``following`` on, that has a rank for this process. Report the start of this
-    membership, and return the rank's context in it. Return None if this process's node leaves before."""
+    membership, and return the rank's context in it. Return None if the process's node leaves the job first."""
     rank = following.rank_on(context.node, context.local_rank)
     while rank is None:
         context.worker.report({"kind": "spared", "node": context.node, "generation": following.generation})

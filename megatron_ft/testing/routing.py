@@ -61,7 +61,7 @@ def make_routing(
 
 
 def plan_all(backend: DispatchBackend, routing: Routing) -> list[DispatchHandle]:
-    """Let ``backend`` plan how to send tokens to their experts in ``routing``. Return each rank's dispatch handle."""
+    """Let ``backend`` plan how each rank sends its tokens to the experts that ``routing`` gives. Return all plans."""
     counts = routing.counts
     return [
         backend.plan(routing_map, backend.schedule(counts, routing.replicas, rank), rank, routing.local_experts(rank))

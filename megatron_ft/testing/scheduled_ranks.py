@@ -61,7 +61,7 @@ def _check(trainer: "Trainer", schedule: "MembershipSchedule") -> None:
 
 
 def scheduled_memberships(changes: Sequence[MembershipChange], layouts: JobLayouts) -> tuple[NextMembership, ...]:
-    """List the scheduled memberships after the first membership, which has all nodes. Their addresses are empty.
+    """List the memberships that ``changes`` make after the first one, which has all nodes. None has a master address.
 
     Raises:
         ConfigError: a change leaves too few nodes for the layout.

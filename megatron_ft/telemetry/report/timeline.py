@@ -66,7 +66,7 @@ class Lane:
     rank: int | None
     """Rank after the recovery; None if the process has ended."""
     previous: int | None
-    """Rank that this process, or the process that it replaces, had before the recovery; None if it replaces none."""
+    """Rank that this process, or the process that it replaces, had before the recovery; None if there was none."""
     node: int | None
     stage: int | None
     """Pipeline stage of the rank; None if no record names it."""
@@ -74,7 +74,7 @@ class Lane:
     """Text about a change of the process, e.g. ``new process`` or ``lost``; empty if it kept its rank."""
     spans: tuple[_Span, ...] = ()
     died_seconds: float | None = None
-    """Seconds from the begin of the recovery until the process with rank ``previous`` ended; None if it did not end."""
+    """Seconds from the recovery's begin until the process with rank ``previous`` failed; None if no failure known."""
     work: events.StageRecovery | None = None
     """This rank's record of its work in the recovery; None if there is none."""
 
