@@ -76,7 +76,7 @@ class Answer:
     unknown."""
     seconds_to_continue: float | None
     """Median duration of earlier changes of membership in the run, in seconds. None if there were no such changes, or
-    if ``living_state`` would not be used."""
+    if the recovery would not use the strategy ``living_state``."""
     notes: tuple[str, ...] = ()
     device: str = "cpu"
     """Device for which the result is valid: ``cpu`` or ``cuda``."""
@@ -283,8 +283,8 @@ def windows_in_memory(events: Sequence[Record]) -> list[WindowCommitted]:
 
 
 def placed_from(events: Sequence[Record]) -> int:
-    """Return the first iteration that used the present placement of experts on ranks. Return 0 if no expert has moved
-    since the ranks last started or restarted."""
+    """Return the first iteration after a rebalance or script last moved experts; 0 if none did so since the ranks last
+    (re)started. Placements because of a change of membership do not count."""
     first = 0
     for event in since_start(events):
         if isinstance(event, RanksReady | RanksRestarted):
@@ -428,7 +428,7 @@ def render(answer: Answer) -> str:
 
 
 def _held(cost: Cost) -> str:
-    """Return the words after ``operators: N of M``: whether a recovery uses the current state of these N operators."""
+    """Return the text after ``operators: N of M`` (N operators are not lost): whether the recovery uses their state."""
     if cost.keeps_processes:
         return "keep their current state"
     return "have their current state on remaining nodes, but the recovery does not use this state"

@@ -239,7 +239,7 @@ SHOWN = tuple(
         *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     )
 )
-"""Model keys that a command prints with the values of a new checkpoint, to be copied into the command of a new run."""
+"""Model keys whose values in a new checkpoint are printed, so that the user can copy them to the command of a run."""
 
 
 def _word(value: Any) -> str:

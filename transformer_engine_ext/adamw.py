@@ -126,7 +126,7 @@ class ScaledState:
 
     def cut(self, first: int, last: int) -> "ScaledState":
         """Return the state of the elements [first, last) of the parameter as views. ``first`` must be a multiple of the
-        block size. ``last`` must be such a multiple or the end of the range."""
+        block size. ``last``, too, must be a multiple of it, unless it is the end of this state's range."""
         begin, end = first - self.start, last - self.start
         is_end = end == self.num_elements
         assert begin % BLOCK_ELEMENTS == 0 and (is_end or end % BLOCK_ELEMENTS == 0), f"[{first}, {last}) cuts a block"

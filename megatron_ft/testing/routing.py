@@ -61,7 +61,7 @@ def make_routing(
 
 
 def plan_all(backend: DispatchBackend, routing: Routing) -> list[DispatchHandle]:
-    """Let ``backend`` plan how each rank sends its tokens to the experts that ``routing`` gives. Return all plans."""
+    """Let ``backend`` plan how ranks send tokens to experts by ``routing``. Return each rank's dispatch handle."""
     counts = routing.counts
     return [
         backend.plan(routing_map, backend.schedule(counts, routing.replicas, rank), rank, routing.local_experts(rank))
