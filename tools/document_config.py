@@ -40,7 +40,7 @@ _REQUIRED_BEFORE = {
     },
     "rollback": {"snapshot.policy": "must be given"},
 }
-"""Maps each recovery strategy to the configuration values that it required in earlier versions, as text by key."""
+"""What earlier versions required of configuration values, as text: by recovery strategy, then by configuration key."""
 
 INTRODUCTION = """\
 # Configuration
