@@ -171,8 +171,8 @@ def flag(name: str) -> str:
 def demand(
     options: argparse.Namespace,
 ) -> tuple[list[list[float]] | None, tuple[Allocation, ...], list[tuple[int, ...]]]:
-    """Return loads, allocations (computed numbers of replicas) and replica counts of all layers. ``--replica-counts``
-    gives only the counts of a single layer: then return None for the loads, and no allocations."""
+    """Return loads, allocations (computed numbers of replicas) and replica counts of all layers. With the option
+    ``--replica-counts``, which gives the counts of one layer, return None, no allocations and these counts."""
     num_slots = options.num_nodes * options.slots_per_node
     if options.replica_counts is not None:
         counts = parse_counts(options.replica_counts)
