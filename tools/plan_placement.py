@@ -197,7 +197,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 
 def read_loads(options: argparse.Namespace) -> Tokens:
-    """Read recorded tokens per expert, ``[layers, experts]``: of ``--iteration``, by default summed over iterations."""
+    """Read recorded tokens per expert, ``[layers, experts]``: of ``--iteration``; if not given, sums of iterations."""
     recorded = ExpertLoads.read(options.loads)
     return recorded.per_layer(None if options.iteration is None else recorded.record_of(options.iteration))
 

@@ -363,7 +363,7 @@ class StoredLevel:
     header: Mapping[str, str]
     """Header entries (JSON texts by name) that the file has in place of the slice's entries with the same names."""
     is_whole: bool = False
-    """Whether the file contains all pieces itself. If False, pieces of an earlier file are not written again."""
+    """Whether the file contains all pieces itself. If False, pieces in an earlier file are not written again."""
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""

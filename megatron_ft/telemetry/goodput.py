@@ -16,7 +16,7 @@ from megatron_ft.planning.cost.training_time import checkpoint_overhead, effecti
 
 _ENDS = (events.RunFinished, events.RunStopped)
 _MOST = 10**15
-"""Metrics of an iteration with this number or a higher one are ignored. A token count from this on counts as 0."""
+"""Metrics records with at least this iteration number are ignored. A token count of at least this counts as 0."""
 # Valid times are in the years 2001 to 5138. A clock that was never set begins in 1970 and would add decades to the wall
 # time.
 _EARLIEST_SECONDS, _LATEST_SECONDS = 1e9, 1e11

@@ -215,7 +215,7 @@ class StepSender:
         raise NotImplementedError
 
     def begin_attempt(self, record: RunStarted) -> None:
-        """Handle ``record``: all ranks were (re)started. Called after all steps before this start were sent."""
+        """Handle ``record``: all ranks were (re)started. Called after all steps before it were sent."""
 
     def pause(self) -> None:
         """Write buffered data to the tracker. Called whenever the queue of records is empty."""
