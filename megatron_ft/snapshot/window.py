@@ -355,8 +355,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLevel:
-    """Describes how a window's file differs from the window in memory: it has older states of some experts (MoC-System,
-    section 5.1). All ranks choose these experts together. The window has one slice and leaves out experts."""
+    """Describes the file of a window that has one slice and leaves out experts. The file has older states of some
+    experts than the window in memory (MoC-System, section 5.1). All ranks choose these experts together."""
 
     captured_at: tuple[int, ...]
     """Iteration after which each piece in the file was captured. The piece in memory may be of a later iteration."""
