@@ -32,7 +32,7 @@ _TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """A model with loaded weights, and its tokenizer."""
+    """Generates text with a model whose weights are loaded, and with its tokenizer."""
 
     model: torch.nn.Module
     tokenizer: Tokenizer

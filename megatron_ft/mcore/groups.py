@@ -201,7 +201,7 @@ class Groups:
     store: dist.Store
     """Key-value store of the generation, through which ranks exchange their addresses."""
     handles: tuple[Handle, ...]
-    """Groups that ``reconnect`` connects again. The last one is ``vote``; with NCCL, ``vote`` is the only one."""
+    """Groups that ``reconnect`` connects again. ``vote`` is the last of them; with NCCL, it is the only one."""
     is_shared: bool
     """Whether groups of the same ranks share connections. Groups do not share connections if gradients are reduced
     during the backward pass, because these reductions would delay other collectives."""
@@ -305,9 +305,9 @@ class Groups:
         )
 
     def move(self, parallel: ParallelConfig, *, rank: int, world_size: int, timeout_seconds: float) -> "Groups":
-        """Create the process groups of another rank, ``rank``. They reuse the handles of these groups, which must not
-        be connected. A model that was built with these handles thereby becomes the model of ``rank``, so it must
-        have the layers, the tensor-parallel part and the experts of ``rank``."""
+        """Create the process groups of another rank, ``rank``. This object's groups must not be connected: the new
+        groups reuse their handles. A model that was built with these handles thereby becomes the model of ``rank``, so
+        it must have the layers, the tensor-parallel part and the experts of ``rank``."""
         # The order of the handles fits: ranks with the same model part create the same kinds of groups in this order.
         _forget_groups()
         with reusing(self.handles):

@@ -27,7 +27,7 @@ _KEY_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-"""Maps name prefixes of parameters in a ``local`` layer to those in checkpoints, which are Transformer Engine's."""
+"""Prefix of parameter names in a ``local`` layer -> prefix in checkpoints, which use Transformer Engine's names."""
 
 
 class _LatentDotProductAttention(DotProductAttention):

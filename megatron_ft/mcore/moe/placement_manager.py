@@ -74,7 +74,7 @@ class PreviousPlacement:
     is_evacuation: bool = False
     """Whether the migration moved all experts to the ranks that stay in the job, because other ranks will leave."""
     copies: StateCopies | None = None
-    """Object with the copies of optimizer state from before the migration; None if newer copies exist."""
+    """Copies of optimizer state that were made before the migration; None without any, or once newer copies exist."""
     is_in_place: bool = False
     """Whether the migration overwrites experts in the tensors of the model. If so, the model may now lack some of the
     experts that ``plans`` assigns to this rank."""
@@ -197,7 +197,7 @@ class PlacementManager:
         )
 
     def replicas(self, plan: PlacementPlan | None = None) -> Replicas:
-        """Return ``plan`` (None: this stage's current plan) with the dispatch backend, as one object for a model."""
+        """Return ``plan`` and the dispatch backend as one object for a model. Default: this stage's current plan."""
         return Replicas(plan=self.plans[self._stage] if plan is None else plan, backend=self._backend)
 
     def copy_plan(self) -> StateCopyPlan | None:
@@ -258,7 +258,7 @@ class PlacementManager:
         return self.part_of(change)
 
     def part_of(self, change: Change) -> MigrationPlan:
-        """Return the migration of this rank's stage in ``change``."""
+        """Return the part of ``change`` that migrates the experts of this rank's stage."""
         return change.migrations[self._stage]
 
     def steps_to(self, change: Change) -> list[Step] | None:

@@ -303,9 +303,9 @@ class _ReplicaExperts(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor | None = None,
     ) -> tuple[list[torch.Tensor], None]:
-        """Run each expert on its tokens. ``pieces`` has a tensor [rows, H] for each expert. Return the outputs in this
-        form. Other arguments are ignored: ``pieces`` already has ``tokens_per_expert`` rows, and the ranks that sent
-        the tokens apply the probabilities."""
+        """Run each expert on its tokens. ``pieces`` has a tensor [rows, H] for each expert, and so has the returned
+        list of outputs. Other arguments are ignored: the tensors already have ``tokens_per_expert`` rows, and the ranks
+        that sent the tokens apply the probabilities."""
         outputs = []
         # Run experts without rows, too, because a bucket is reduced only if all its parameters have gradients.
         for expert, rows in zip(self.local_experts, pieces, strict=True):
@@ -353,7 +353,7 @@ class _ReplicaTokenDispatcher(MoETokenDispatcher):
     Args:
         replicas: int64 [E, N], number of copies of each expert on each rank of ``pg_collection.ep``.
         local_experts: distinct experts of this rank, in ascending order.
-        backend: computes the schedule and orders the rows.
+        backend: decides how many tokens each copy of an expert gets, and orders the tokens for the exchange.
     """
 
     def __init__(

@@ -496,8 +496,8 @@ def prepare(optimizer: MegatronOptimizer) -> tuple[bool, float]:
 def prepare_known(
     optimizer: MegatronOptimizer, *, found_inf: bool, without: Collection[torch.nn.Parameter] = frozenset()
 ) -> None:
-    """Copy and unscale the gradients in a replay. Unlike ``prepare``, do not communicate: the results are in the logged
-    vote. Parameters in ``without`` get no master gradients, so the update does not change their state."""
+    """Copy and unscale the gradients in a replay. Do not communicate, unlike ``prepare``: the logged vote has norm and
+    overflow flag. Parameters in ``without`` get no master gradients, so the update does not change their state."""
     for part in _parts(optimizer):
         scaler: Any = getattr(part, "grad_scaler", None)
         if scaler is None:

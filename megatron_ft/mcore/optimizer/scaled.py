@@ -70,7 +70,7 @@ class StateFormat:
         return cls(regime=regime, seed=seed, names=names_of(model_chunks, pg_collection), backend=backend)
 
     def build(self, groups: Sequence[dict[str, Any]], **options: Any) -> ScaledAdamW:
-        """Build torch's optimizer for parameter groups of placeholders. ``options`` are those of ``ScaledAdamW``."""
+        """Build a torch optimizer for ``groups`` of placeholders. ``options``: other arguments of ``ScaledAdamW``."""
         return ScaledAdamW(groups, regime=self.regime, seed=self.seed, backend=self.backend, **options)
 
     def weight(self, parameter: torch.Tensor, master: QuantizedTensor, start: int) -> torch.Tensor:
@@ -100,7 +100,7 @@ def names_of(
 
 
 def quantized(kind: str, parts: Mapping[str, torch.Tensor]) -> QuantizedTensor:
-    """Return ``parts[kind]``, e.g. a moment, as a quantized tensor, with its scales if ``parts`` contains any."""
+    """Return component ``kind``, e.g. a moment, as a quantized tensor: codes and, if ``parts`` has any, its scales."""
     none = torch.empty(0, dtype=torch.uint8, device=parts[kind].device)
     return from_parts(kind, {f"{kind}_scales": none, **parts}, BLOCK_ELEMENTS)
 
@@ -111,7 +111,7 @@ def has_fp8_values(parameter: torch.Tensor) -> bool:
 
 
 class _Scaled:
-    """Base class of ``ScaledOptimizer`` and ``ScaledDistributedOptimizer``."""
+    """Base class of Megatron optimizers that store master weights and moments as codes and scales."""
 
     format: ClassVar[StateFormat]
     optimizer: Any
@@ -146,7 +146,7 @@ class _Scaled:
         )
 
     def _replace_masters(self, groups: Sequence[tuple[list[Any], list[Any]]]) -> None:
-        """Replace FP32 masters by placeholders and state. ``groups`` are Megatron's lists of parameters and masters."""
+        """Convert FP32 masters to codes and scales, and put placeholders into ``groups``: (parameters, masters)."""
         native, new = self.optimizer, {}
         ranges, initial = {}, {}
         for parameters, masters in groups:
@@ -181,7 +181,7 @@ class _Scaled:
 
 
 class ScaledOptimizer(_Scaled, Float16OptimizerWithFloat16Params):
-    """Megatron's optimizer for 16-bit weights with scaled state. Each rank updates whole parameters."""
+    """Megatron's optimizer for 16-bit weights, with state in codes and scales. Each rank updates whole parameters."""
 
     def __init__(self, optimizer: Any, *others: Any) -> None:
         super().__init__(optimizer, *others)
@@ -204,7 +204,7 @@ class ScaledOptimizer(_Scaled, Float16OptimizerWithFloat16Params):
 
 
 class ScaledDistributedOptimizer(_Scaled, DistributedOptimizer):
-    """Megatron's distributed optimizer with scaled state. Each rank updates ranges of parameters."""
+    """Megatron's distributed optimizer, with state in codes and scales. Each rank updates ranges of parameters."""
 
     def __init__(self, optimizer: Any, *others: Any, **more: Any) -> None:
         super().__init__(optimizer, *others, **more)
@@ -232,7 +232,7 @@ class ScaledDistributedOptimizer(_Scaled, DistributedOptimizer):
 
 @contextmanager
 def scaled_classes(state_format: StateFormat | None) -> Iterator[None]:
-    """Make Megatron build optimizers of this module while the block runs. Do nothing if ``state_format`` is None."""
+    """Make Megatron build optimizers with state as in ``state_format`` during the block. If it is None, do nothing."""
     native = DistributedOptimizer, Float16OptimizerWithFloat16Params
     if state_format is not None:
         given = {"format": state_format}
