@@ -65,7 +65,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lending:
-    """Master weights of this rank that rank ``keeper`` copies, in the order in which their tensors are sent to it."""
+    """Master weights of this rank whose state is copied to rank ``keeper``, in the order in which it is sent."""
 
     keeper: int
     masters: list[Master] = field(default_factory=list)
@@ -106,7 +106,7 @@ class StateCopies:
         mine = list(masters(model_chunks, optimizer))
         self._format = state_format_of(optimizer)
         self.ranges = {m.name: (m.start, m.start + m.tensor.numel()) for m in mine}
-        """Range (start, stop) of each parameter that this rank updates; the same while the job has the same ranks."""
+        """Elements (start, stop) that this rank updates, by parameter. They change only when the job's ranks change."""
         self.kinds = {kind: tensor.dtype for kind, tensor in mine[0].parts.items()} if mine else {}
         """Dtype of each component of the optimizer state. All parameters have the same components."""
         self._lent = self._lendings(mine, plan, placement)
@@ -214,8 +214,8 @@ def _keepers(
 
 
 def _rounds(described: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[slice]:
-    """Divide the parameters of each pair of ranks into parts for one exchange each, which copies all that it sends and
-    receives. A part has one parameter, or several with at most ``_MAX_VALUES`` values together."""
+    """Yield slices of the lists in ``described``: parameters that one rank sends to another. Each slice is exchanged at
+    once, in temporary copies, so it has one parameter per list, or several with at most ``_MAX_VALUES`` values."""
     sizes = [max(math.prod(item["shape"]) for item in row if item) for row in zip_longest(*described)]
     start = 0
     for stop in range(1, len(sizes) + 1):

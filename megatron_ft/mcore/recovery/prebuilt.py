@@ -32,7 +32,7 @@ class _Built:
     engine: TrainingEngine
     groups: GroupsPutAway
     state: TrainState
-    """State directly after the build, e.g. random number generators; without parameters and optimizer state."""
+    """The engine's state directly after the build, except parameters and optimizer, e.g. random number generators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,8 @@ class Prebuilder:
         return self._taken
 
     def finish(self, groups: Groups, group_keys: GroupKeys) -> str | None:
-        """Give ``groups``, which are now connected, to the engine that ``take`` has returned. Return the value of
-        ``StageRecovery.built``; None if ``take`` has returned no engine, and at every later call.
+        """Give ``groups``, which are now connected, to the engine that ``take`` has returned. Return the engine's value
+        of ``StageRecovery.built``; None if ``take`` has returned no engine, or if this was called before.
 
         Args:
             group_keys: keys of the optimizer's parameter groups, from a rank with state.

@@ -185,9 +185,9 @@ class ElasticTrainer(KeptLayoutTrainer):
     def _present(
         self, carried: Carried | None, groups: Groups
     ) -> tuple[list[RankStatus], list[str], list[Moved | None], list[dict[str, Any] | None]]:
-        """Gather four values of each rank. Return one list per value: statuses; fingerprints of samples; model part and
-        experts, or None if no experts have moved since the rank's placement was recorded; ``Shards.statement``, which
-        describes the rank's optimizer shards, or None if the rank has none."""
+        """Gather four values of each rank. Return a list for each: the rank's status; the fingerprint of its samples;
+        its model part and experts, None if no experts have moved since its placement was recorded; the description of
+        its optimizer shards (``Shards.statement``), None if it has no shards."""
         status = RankStatus.of(() if carried is None else carried.holdings, self.spared).to_json()
         has_moved = carried is not None and carried.has_moved
         experts = [carried.part, list(by_expert(carried.state))] if carried is not None and has_moved else None
@@ -356,7 +356,7 @@ class ElasticTrainer(KeptLayoutTrainer):
             self.report(CheckpointFailed(iteration=iteration_of(path), error=error, path=str(path)))
 
     def repeat_abandoned_save(self) -> None:
-        """Save the current state if a rank has abandoned a save in an earlier membership. All ranks call this."""
+        """Save a checkpoint if a rank has abandoned one in an earlier membership. All ranks must call this."""
         # If any rank has abandoned a save, all ranks must save, because saving is collective.
         if self.context.generation > 0 and self.collectives.any(self.is_save_due):
             self.save()
@@ -404,9 +404,9 @@ class ElasticTrainer(KeptLayoutTrainer):
 
     def carry(self, target: Target, *, in_place: bool = False) -> Carried | None:
         """Return this rank's state after the iteration of ``target``; None if the rank has no state. Call this before
-        the process groups are destroyed. If the membership has committed no iteration, the result contains the state
-        with which the rank began the membership. The result then also contains the state that the rank has received for
-        the placement of the membership, if that state is complete.
+        the process groups are destroyed. If the membership has committed no iteration, the result is the state with
+        which the rank began the membership, and the state that the rank has for the membership's placement. The latter
+        is left out if the rank has not received all of it.
 
         Args:
             in_place: whether the next membership keeps the layout. The tensors then stay in the engine. Otherwise the

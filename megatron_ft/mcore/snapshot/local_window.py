@@ -32,7 +32,7 @@ from megatron_ft.snapshot.window import Window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplayStep:
-    """Step of a replay: it loads a slice, if one is left, and then runs an iteration again."""
+    """Step of a replay: it loads the next slice, if one is left, and then runs the next iteration, if one is left."""
 
     load: int | None
     """Index of the slice to load; None if all slices were loaded in earlier steps."""

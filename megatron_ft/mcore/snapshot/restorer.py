@@ -123,7 +123,7 @@ class SnapshotRestorer:
         self.chosen = RecoverySource(kind="nothing", iteration=0)
         """Source of the state that ``find`` has chosen, with the reasons why newer states were not used."""
         self.unusable: tuple[str, ...] = ()
-        """Reasons why ``find`` used none of the existing windows, the same on all ranks; empty if it found state."""
+        """Reasons why no window was usable, the same on all ranks; empty if ``find`` chose a window or checkpoint."""
 
     def find(self, checkpoint: Path | None, *, only: WindowKey | None = None) -> LocalWindow | None:
         """Find the newest window that every rank can load, verify it, and return this rank's part. Return None if there

@@ -473,8 +473,8 @@ class Snapshotter:
 
     def _take_memory(self, iteration: int, plan: WindowPlan, view: OperatorView, held_bytes: int) -> WindowMemory:
         """Return memory for windows of ``plan``: the current memory if it is large enough on all ranks, otherwise new
-        memory. If ``held_bytes`` is not 0, the job continues from a window in buffers of this size, on this node or
-        its peers. Request the same size then: for another size, they would replace buffers and lose the window."""
+        memory. If ``held_bytes`` is not 0, the job continues from a window in buffers of this size, on this node or its
+        peers. Request this size unless ``plan`` needs more: another size can replace buffers and lose the window."""
         exact = window_bytes(plan, view.shards)
         needed = max(exact, held_bytes) if held_bytes else buffer_bytes(exact, plans_again=self._plans_again)
         is_outgrown = self._memory is not None
