@@ -41,7 +41,7 @@ class Carried:
     """A rank's state between two memberships. It does not reference process groups."""
 
     holdings: tuple[Holding, ...]
-    """Records, oldest first. Each states that this rank has all state that one placement of experts assigns to it."""
+    """Records of placements of experts, oldest first. This rank has all state that each of them assigns to it."""
     part: int = 0
     """Model part to which ``state`` and ``host`` belong, see ``Topology.model_parts``."""
     state: NamedState
@@ -104,8 +104,8 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipStart:
-    """State with which a rank began a membership. Its tensors are kept until the membership has formed on all ranks,
-    because a failure before this needs them, and the rest until the membership commits an iteration."""
+    """State with which a rank began a membership, kept until the membership commits an iteration. The tensors are kept
+    only until the membership has formed on all ranks, because only a failure before that needs them."""
 
     iteration: int
     carried: Carried | None
@@ -198,19 +198,19 @@ def seed_newcomer(seed: int, iteration: int, groups: Groups) -> None:
 
 @dataclass(frozen=True, kw_only=True)  # no slots, for ``cached_property``
 class MembershipMove:
-    """Change to a new membership, which continues from the state of an earlier one. ``key`` identifies this state in
-    the ranks' holdings (records of the state that each rank has)."""
+    """Describes the change to a new membership, which continues from the state of an earlier one. ``key`` identifies
+    this state in the ranks' holdings (records of the state that each rank has)."""
 
     key: Key
     previous: Previous
     former: tuple[int | None, ...]
-    """Model part in each rank's holding with ``key``, by rank; None for a rank without this holding."""
+    """For each rank, the model part in its holding with ``key``; None if the rank lacks this holding."""
     topology: Topology
     moved: tuple[Moved | None, ...]
     """Present model part and experts of each rank, if a migration replaced experts after its holdings were recorded;
     otherwise None."""
     joining: tuple[int, ...]
-    """Nodes with ranks that lack the holding with ``key`` and were no hot spares in the membership of this holding."""
+    """Nodes with a rank that lacks the holding with ``key``, unless it was a hot spare in this holding's membership."""
 
     @cached_property
     def parts(self) -> tuple[int, ...]:

@@ -138,7 +138,7 @@ def _shard(part: Part, holding: _PartHolding, start: int, stop: int, num_layers:
 
 
 Payload = bytes | bytearray | memoryview
-"""Bytes of a slice that one rank has captured. Functions only read these bytes."""
+"""Bytes of a slice that one rank has captured. Functions that take a ``Payload`` do not change it."""
 
 WEIGHT = "weight"
 _WEIGHT_SCALES = f"{WEIGHT}_scales"

@@ -80,8 +80,8 @@ class Shards:
 
     @classmethod
     def split_off(cls, state: NamedState, copies: StateCopies, parts: Sequence[int]) -> "Shards":
-        """Call ``remove_from``, and return the optimizer state of the removed parameters. ``copies`` are this rank's
-        copies of other ranks' state. ``parts`` lists the model part of each rank."""
+        """Remove non-expert parameters from ``state`` with ``remove_from``. Return their optimizer state, and that in
+        ``copies``, this rank's copies of other ranks' state. ``parts`` lists the model part of each rank."""
         part, taken = parts[copies.rank], cls.remove_from(state)
         steps = {int(tensor) for name, tensor in taken.items() if name.endswith("/step")}
         pieces = []

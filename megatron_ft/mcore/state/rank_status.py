@@ -77,7 +77,7 @@ def resolve_iteration(engine: TrainingEngine, target: Target) -> IterationResult
 
 
 Key = tuple[int, bool]
-"""Key of a holding (record of a rank's state): ``generation`` and ``is_evacuation``. Newer means greater."""
+"""Key of a holding (record of a rank's state): ``generation`` and ``is_evacuation``; greater for newer holdings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,7 @@ def take_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer
 
 
 def held_state(model_chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> NamedState:
-    """Return the tensors of ``take_state``, not copies. The result is valid until model or optimizer train again."""
+    """Return the tensors that ``take_state`` copies, by name. They are valid until model or optimizer train again."""
     return {name: tensor.detach() for name, tensor in distinct_state(model_chunks, optimizer)}
 
 

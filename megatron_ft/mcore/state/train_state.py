@@ -191,8 +191,8 @@ class IterationState:
     """Number of tokens that each expert has processed beyond its capacity, in the shape of ``expert_load``."""
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
-    """Seconds from the start of the iteration to the end of this rank's newest work: first the gradients, then the
-    update. Time after this work, such as waiting for a rank that has failed, does not count."""
+    """Seconds from the start of the iteration until this rank has its ballot; after the update, until the end of the
+    update. Time after that, such as waiting for a rank that has failed, does not count."""
     contributed: bool = False
     """Whether this rank may have sent its ballot. If so, other ranks may have the complete vote (all ballots)."""
     vote: Vote | None = None
@@ -213,7 +213,7 @@ class IterationState:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Set ``update`` to ``begun`` while the block runs, and to ``done`` after it."""
+        """Set ``update`` to ``begun`` before the block, and to ``done`` after a block without an exception."""
         self.update = "begun"
         # No ``finally``: after an exception the state is partly updated and unusable, so the value must stay ``begun``.
         yield

@@ -72,7 +72,7 @@ class TrainingEngine:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     state_copies: StateCopies | None = None
-    """Copies of optimizer state for other ranks. None before ``keep_copies`` is called, and while experts move."""
+    """Copies of optimizer state, on this rank and on others. None before ``keep_copies`` and while experts move."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class TrainingEngine:
         self._release("pg", "groups")
 
     def end_copies(self) -> None:
-        """Drop the copies of optimizer state for other ranks. There are none until ``keep_copies`` is called again."""
+        """Drop the copies of optimizer state: ``state_copies`` is None until ``keep_copies`` is called again."""
         if self.state_copies is not None:
             self.state_copies.end()
         self.state_copies = None
@@ -493,11 +493,12 @@ class TrainingEngine:
         return TrainState.capture(self.model_chunks, self.optimizer, iteration=self.iteration, history=self.history)
 
     def continue_after(self, iteration: int, vote: Vote | None) -> None:
-        """Record ``iteration`` and its ``vote`` as the newest. The caller restores the state after this iteration."""
+        """Record ``iteration`` and its ``vote`` as the newest. The caller must bring the engine to the state after
+        it."""
         self.iteration, self.newest_vote, self.in_progress = iteration, vote, None
 
     def restore(self, state: TrainState) -> None:
-        """Restore ``state``. Raise RecoveryError if ``state`` belongs to another model or optimizer."""
+        """Restore ``state`` (see ``train_state``). Raise RecoveryError if it belongs to another model or optimizer."""
         state.restore(self.model_chunks, self.optimizer)
         self.iteration, self.history = state.iteration, state.history
 

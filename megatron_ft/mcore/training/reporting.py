@@ -199,7 +199,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def memory_use(device: torch.device) -> dict[str, int]:
-    """Return the bytes of memory that this rank uses on its GPU (on the host without a GPU), by field of ``Ballot``."""
+    """Return the bytes of memory that this rank uses on its GPU (without GPU: on the host), by field of ``Ballot``."""
     if device.type == "cuda":
         return {
             "allocated_bytes": torch.cuda.memory_allocated(device),
