@@ -493,8 +493,7 @@ class TrainingEngine:
         return TrainState.capture(self.model_chunks, self.optimizer, iteration=self.iteration, history=self.history)
 
     def continue_after(self, iteration: int, vote: Vote | None) -> None:
-        """Record ``iteration`` and its ``vote`` as the newest. The caller must bring the engine to the state after
-        it."""
+        """Record ``iteration`` and its ``vote`` as the newest. The caller provides the state after ``iteration``."""
         self.iteration, self.newest_vote, self.in_progress = iteration, vote, None
 
     def restore(self, state: TrainState) -> None:

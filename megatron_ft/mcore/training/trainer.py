@@ -228,8 +228,8 @@ class Trainer:
         return vote is not None and vote.change_requested and vote.generation == self.context.generation
 
     def teardown(self, *, keeps_engine: bool = False) -> None:
-        """Release all objects that use the process groups, except the engine if ``keeps_engine``. Works even if other
-        ranks are lost."""
+        """Release all objects that use the process groups; with ``keeps_engine``, all except the engine. This works
+        even if other ranks are lost."""
         self.profiler.stop()
         # Snapshots and saves end first, because their copies still read tensors that the engine is about to free.
         if self.snapshots is not None:
@@ -326,7 +326,7 @@ class Trainer:
         return bool(self.config.model.num_moe_experts) and (self._reports_load(iteration) or bool(self._observers()))
 
     def observe(self, result: IterationResult) -> None:
-        """Pass the tokens of each expert to the planners of placements and of windows, if these planners use them."""
+        """Pass the number of tokens of each expert to the planners of placements and of windows, if these use it."""
         if result.expert_load is not None:
             for observer in self._observers():
                 observer.observe(result.expert_load)
@@ -379,8 +379,8 @@ class Trainer:
         self.previous_placement = former(state=self.engine.migrate(replicas, migration, keep=keep))
 
     def keep_copies(self, *, former: StateCopies | None = None) -> None:
-        """Copy optimizer state to other ranks if ``placement.state_copies`` is set. ``former`` has this rank's earlier
-        copies if they are up to date. They are kept if the plan has not changed."""
+        """Copy optimizer state to other ranks if ``placement.state_copies`` is set. ``former`` has earlier copies,
+        which must be up to date; None without any. These copies are kept if the plan has not changed."""
         placement, stage = self.placement, self.topology.coordinates(self.context.rank).pp
         plan = plan_shard_copies(self.config, stage) if placement is None else placement.copy_plan()
         if plan is None:
@@ -440,7 +440,7 @@ class Trainer:
         self.checkpoints.save(self.state(self.extra_state()), iteration)
 
     def state(self, extra: dict[str, Any]) -> DenseState:
-        """Return this rank's whole training state and ``extra`` as one object, which a save reads and a load fills."""
+        """Return all training state of this rank and ``extra`` as one object: a save reads it, and a load fills it."""
         engine = self.engine
         return DenseState(
             model_chunks=engine.model_chunks,
@@ -576,7 +576,7 @@ class Trainer:
         self.report_record(record.to_record())
 
     def report_own(self, record: Record) -> None:
-        """Report a ``SnapshotProblem`` from the calling rank: it concerns a node. Pass other events to ``report``."""
+        """Report a ``SnapshotProblem`` (it concerns one node) from this rank. Pass other events to ``report``."""
         if isinstance(record, SnapshotProblem):
             self.context.worker.report(record.to_record())
         else:
