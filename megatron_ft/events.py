@@ -255,7 +255,7 @@ class CheckpointFailed(Record):
     """A dense checkpoint could not be written; ``latest`` still points to the previous one."""
 
     iteration: int
-    """Iteration of the checkpoint."""
+    """Last iteration whose update the checkpoint would contain."""
     error: str
     """Text of the error."""
     path: str | None = None

@@ -158,8 +158,8 @@ class RankFailed(Record):
     first: bool = False
     """Whether this rank was the first rank of the job to fail."""
     is_consequence: bool = False
-    """Whether the failure of another rank caused this failure. This is so if the rank's error only states that another
-    rank closed a connection."""
+    """Whether the failure of another rank caused this failure: the rank's error states only that another rank closed a
+    connection."""
     phase: str | None = None
     """Last phase of an iteration that the rank reported."""
     iteration: int | None = None
@@ -223,8 +223,8 @@ class RanksRestarted(Record):
     failed_ranks: tuple[int, ...]
     """Ranks that failed, in the order of failures. Ranks that only ended because other ranks failed are left out."""
     iteration: int
-    """Iteration in which the first rank failed. If a node was lost, the latest iteration that any rank had begun. It
-    is 0 if no rank had begun an iteration."""
+    """Iteration in which the first rank failed. If a node was lost, this is the latest iteration that any rank had
+    begun; 0 if no rank had begun one."""
     num_restarts_left: int
     """Number of further restarts that the job may make. It is ``recovery.max_restarts`` again if ranks fail in a later
     iteration than in all earlier generations."""

@@ -66,8 +66,8 @@ class WindowCommitted(Record):
     lost_share: float | None = None
     """Share of all training tokens whose expert updates were lost so far (PLT). None if windows have all experts."""
     owed_share: float | None = None
-    """Lost tokens that extra tokens have not replaced yet, as a share of the whole training's tokens; a part of
-    ``lost_share``. None without ``snapshot.repay_capacity_share``."""
+    """Lost tokens for which experts have not processed additional tokens yet, as a share of the whole training's
+    tokens; a part of ``lost_share``. None without ``snapshot.repay_capacity_share``."""
     stored_at_risk_share: float | None = None
     """Share of the whole training's tokens whose expert updates would be lost if a recovery used the newest window on
     storage. Only present if windows on storage have fewer experts than windows in memory
@@ -84,7 +84,7 @@ class WindowDelayed(Record):
     iteration: int
     """Iteration after which the window should have started."""
     replicating_bytes: int
-    """Bytes of windows of rank 0's node that its peers have not received yet."""
+    """Bytes of the windows of rank 0's node that peers have not received yet."""
 
     def describe(self) -> Note:
         behind = f"{size(self.replicating_bytes)} have not been replicated to peers yet"
@@ -100,7 +100,7 @@ class SnapshotProblem(Record):
     node: int
     """Node on which the operation failed."""
     what: str
-    """Operation that failed: ``replicate``, ``persist``..."""
+    """Name of the failed operation, for example ``replicate`` or ``persist``."""
     error: str
     """Text of the error."""
 
