@@ -40,7 +40,7 @@ _REQUIRED_BEFORE = {
     },
     "rollback": {"snapshot.policy": "must be given"},
 }
-"""What earlier versions required of configuration values, as text: by recovery strategy, then by configuration key."""
+"""Requirements of earlier versions on configuration values, as text, by recovery strategy, then by key."""
 
 INTRODUCTION = """\
 # Configuration

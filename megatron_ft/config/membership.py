@@ -121,7 +121,7 @@ class MembershipConfig(JobConfig):
     """Configuration of a job, adapted to one membership, in which nodes can have different numbers of ranks."""
 
     places: tuple[int, ...] = ()
-    """For each rank, index of its node in ``member_domains``, the list of failure domains; see ``rank_places``."""
+    """Index of each rank's node in ``member_domains``, the list of failure domains; see ``rank_places``."""
 
     @property
     def rank_places(self) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ class Requirement:
     is_excluded: bool = False
     """Whether the requirement forbids ``value`` instead of requiring it."""
     instead: str = ""
-    """Description of the allowed values if ``value`` is forbidden. Example: ``given`` if null is forbidden."""
+    """Description of the allowed values, e.g. ``given`` if null is forbidden; empty if only ``value`` is allowed."""
     reason: str = ""
     """Reason for the requirement, for error messages."""
     unless: Callable[[JobConfig], bool] = lambda config: False
@@ -52,7 +52,7 @@ class Requirement:
     @property
     def demand(self) -> str:
         """Return the requirement as a clause such as ``must be false``."""
-        return f"must be {self.instead if self.is_excluded else show(self.value)}"
+        return f"must be {self.instead or show(self.value)}"
 
     def constraint(self, feature: str) -> str:
         """Return the requirement as text for an error message. The setting ``feature`` (``key=value``) imposes it."""
@@ -137,6 +137,7 @@ def _shards_optimizer(config: JobConfig) -> bool:
 
 _USED_COPIES = Requirement(
     key="placement.state_copies",
+    instead="null (or a number with parallel.use_distributed_optimizer=true)",
     reason="without parallel.use_distributed_optimizer=true, no recovery uses these copies",
     unless=_shards_optimizer,
     remedy=KeyChange("placement.state_copies", None),

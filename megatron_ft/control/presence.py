@@ -116,7 +116,7 @@ class PresencePort:
 
 @dataclass(slots=True)
 class _Machine:
-    """What the controller knows about the machine of one node's agent. All times are on the monotonic clock."""
+    """Facts that the controller knows about the machine of one node's agent. Times are on the monotonic clock."""
 
     node: int
     process_id: int

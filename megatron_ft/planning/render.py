@@ -198,10 +198,7 @@ def _memory(plan: JobPlan) -> str:
     lines = [*table([head, *(_memory_row(stage) for stage in plan.stages)]).splitlines()]
     limits = [
         ("host, largest node*", _with_limit(plan.host_bytes_per_node, plan.host_memory_bytes)),
-        (
-            f"{plan.device}, largest rank",
-            _device_memory(plan),
-        ),
+        (f"{plan.device}, largest rank", _device_memory(plan)),
     ]
     text = ["memory of each rank, by pipeline stage (* estimated)", *(f"  {line}" for line in lines)]
     return "\n".join([*text, *_pairs("", limits).splitlines()[1:]])
@@ -220,12 +217,7 @@ def _memory_row(stage: StagePlan) -> tuple[str, ...]:
     state = (memory.weights_bytes, memory.gradients_bytes, memory.master_bytes, memory.moments_bytes)
     sizes = (*state, memory.copies_bytes, memory.activations_bytes, memory.total_bytes, stage.saving_bytes)
     layers = _spans(stage.layers)
-    return (
-        str(stage.pipeline_stage),
-        layers,
-        f"{stage.parameters.total:,}",
-        *(memory_size(size) for size in sizes),
-    )
+    return (str(stage.pipeline_stage), layers, f"{stage.parameters.total:,}", *(memory_size(size) for size in sizes))
 
 
 def _spans(numbers: Sequence[int]) -> str:
@@ -283,8 +275,6 @@ def _rebalancing(report: PlacementReport) -> str:
         return "off"
     moved, staged = memory_size(report.most_moved_bytes), memory_size(report.staged_bytes)
     every = f"planned every {report.rebalance_interval_iterations} iterations"
-    if not report.most_moved_bytes:
-        return f"{every}; no expert moves, because no expert has more than placement.min_replicas replicas"
     wait = "unknown, because topology.link_bytes_per_second=null"
     if report.rebalance_seconds is not None:
         wait = f"about {report.rebalance_seconds:.2g} s for the transfers"

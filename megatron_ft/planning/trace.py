@@ -36,9 +36,9 @@ class RoutingTrace:
     start: int
     """Index of the record that iteration 1 uses."""
     dropped_layers: int
-    """How many recorded layers with loads are unused, because the model has fewer MoE layers: the file's last ones."""
+    """Number of recorded layers with loads that are unused (the last ones), as the model has fewer MoE layers."""
     dropped_experts: int
-    """How many experts per recorded layer are unused, because the model has fewer experts: the least loaded ones."""
+    """Number of experts per recorded layer that are unused (the least loaded ones), as the model has fewer experts."""
 
     @classmethod
     def of(cls, model: ModelConfig, recorded: ExpertLoads) -> "RoutingTrace":

@@ -261,7 +261,7 @@ _LOCAL_ONLY = {
 
 
 def _check_launchers(config: JobConfig) -> None:
-    """If ``launch.mode`` is ``torchrun`` or ``srun``, check that the keys which this mode ignores have their defaults.
+    """Check that, with ``launch.mode=torchrun`` or ``srun``, the keys that this mode ignores have their defaults.
 
     ``_check_launch`` checks ``recovery.max_restarts``. The file ``recovery.py`` checks keys of recovery and snapshots.
 

@@ -285,7 +285,7 @@ def _check_replays_exactly(config: JobConfig) -> None:
 
 
 def _check_partial(config: JobConfig) -> None:
-    """If windows (snapshots) leave out experts, check that all other keys allow this. For example, a pipeline stage
+    """Check, if windows (snapshots) leave out experts, that all other keys allow this. For example, a pipeline stage
     that replays alone needs all of its experts.
 
     Raises:

@@ -36,7 +36,7 @@ _START_TIME_FIELD = 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptServers:
-    """How long this job's snapshot servers outlive the job, and which servers of earlier jobs the job can take over."""
+    """Time for which this job's snapshot servers outlive the job, and servers of earlier jobs that it can take over."""
 
     seconds: int
     """Seconds for which servers outlive their agents. If 0, servers of earlier jobs are ended and not taken over."""

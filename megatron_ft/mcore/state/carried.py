@@ -204,7 +204,7 @@ class MembershipMove:
     key: Key
     previous: Previous
     former: tuple[int | None, ...]
-    """For each rank, the model part in its holding with ``key``; None if the rank lacks this holding."""
+    """Model part of each rank's holding with ``key``; None for a rank that lacks this holding."""
     topology: Topology
     moved: tuple[Moved | None, ...]
     """Present model part and experts of each rank, if a migration replaced experts after its holdings were recorded;

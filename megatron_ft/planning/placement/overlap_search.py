@@ -276,18 +276,26 @@ class OverlapSearch(PlacementBase):
         loads: Sequence[Sequence[float] | None],
         min_replicas: int | None,
     ) -> list[Counts] | None:
-        """Return the base copies of each layer, ``[L][E, D]``. Return None if all copies are base copies: if
-        ``survival_share`` is 1, the loads of a layer are missing, or the replica counts leave no extra copies."""
-        if self.survival_share == 1 or any(load is None for load in loads):
-            return None
-        floor = min([*map(min, replica_counts), *([] if min_replicas is None else [min_replicas])])
-        num_base = max(floor * len(replica_counts[0]), int(self.survival_share * sum(capacities)))
-        base = tuple(base_counts(counts, floor, num_base) for counts in replica_counts)
-        if all(tuple(counts) == copies for counts, copies in zip(replica_counts, base, strict=True)):
+        """Return the base copies of each layer, ``[L][E, D]``. Return None if all copies are base copies: if the loads
+        of a layer are missing, or ``base_copies`` returns None."""
+        base = self.base_copies(replica_counts, sum(capacities), min_replicas)
+        if base is None or any(load is None for load in loads):
             return None
         distinct = tuple(dict.fromkeys(base))
-        found = dict(zip(distinct, search_base(self, distinct, base_capacities(capacities, num_base)), strict=True))
+        places = search_base(self, distinct, base_capacities(capacities, sum(base[0])))
+        found = dict(zip(distinct, places, strict=True))
         return [found[copies] for copies in base]
+
+    def base_copies(
+        self, replica_counts: Sequence[Sequence[int]], num_slots: int, min_replicas: int | None
+    ) -> tuple[tuple[int, ...], ...] | None:
+        """Return the number of base copies of each expert, ``[L][E]``, if each layer has ``num_slots`` slots. Return
+        None if all copies are base copies: if ``survival_share`` is 1, or the counts leave no extra copies."""
+        floor = min([*map(min, replica_counts), *([] if min_replicas is None else [min_replicas])])
+        num_base = max(floor * len(replica_counts[0]), int(self.survival_share * num_slots))
+        base = tuple(base_counts(counts, floor, num_base) for counts in replica_counts)
+        are_all = base == tuple(map(tuple, replica_counts))
+        return None if are_all or self.survival_share == 1 else base
 
     def assign(
         self,
@@ -470,8 +478,7 @@ def _mask(held: np.ndarray) -> int:
 def placements(replica_counts: Sequence[int], num_slots: int, num_domains: int, floor: int) -> Iterator[Counts]:
     """Yield the replica counts ``[E, D]`` of each placement in which every expert is in ``floor`` domains, or in as
     many as possible. All domains have ``num_slots`` slots. Of placements that differ only in the order of domains, only
-    one is yielded.
-    """
+    one is yielded."""
     num_experts = len(replica_counts)
     left = [*replica_counts, num_slots * num_domains - sum(replica_counts)]
     columns = list(combinations_with_replacement(range(num_experts + 1), num_slots))

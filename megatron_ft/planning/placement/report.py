@@ -10,10 +10,11 @@ from megatron_ft.config.membership import JobInputs
 from megatron_ft.errors import ConfigError
 from megatron_ft.operators import operators_of
 from megatron_ft.planning.cost.memory import BYTES_PER_VALUE, expert_state_bytes, optimizer_bytes
+from megatron_ft.planning.placement.algorithm import PlacementAlgorithm
 from megatron_ft.planning.placement.copies import NON_EXPERT, StateCopyPlan
 from megatron_ft.planning.placement.overlap_search import OverlapSearch
 from megatron_ft.planning.placement.plan import PlacementPlan
-from megatron_ft.planning.placement.stage import StageRequest, first_plans, scripted_plans
+from megatron_ft.planning.placement.stage import StageRequest, algorithm_of, first_plans, scripted_plans
 from megatron_ft.planning.placement.survival import Survival, survival
 from megatron_ft.topology import Topology
 
@@ -112,7 +113,7 @@ class PlacementReport:
         names = tuple(dict.fromkeys(requests[0].cluster.failure_domains))
         lost = range(1, min(config.placement.min_replicas, len(names)) + 1)
         num_copies, speed = config.placement.state_copies, config.topology.link_bytes_per_second
-        movable = [_movable_copies(plan, config.placement.min_replicas) for plan in plans]
+        movable = [_movable_copies(plan, algorithm_of(config), config.placement.min_replicas) for plan in plans]
         # If all movable copies move, every rank receives about the same number.
         received = max(
             sum(-(-num_copies // len(plan.ranks)) for num_copies in copies)
@@ -143,12 +144,17 @@ class PlacementReport:
         return report
 
 
-def _movable_copies(plan: PlacementPlan, min_replicas: int) -> list[int]:
-    """Return for each layer the number of expert replicas that a rebalance may move: all replicas, except that
-    ``overlap_search`` never moves ``min_replicas`` replicas of each expert (fewer if slots are too few)."""
+def _movable_copies(plan: PlacementPlan, algorithm: PlacementAlgorithm, min_replicas: int) -> list[int]:
+    """Return for each layer the largest number of expert replicas that a rebalance may move: all replicas except the
+    base copies of ``overlap_search``. If all replicas are base copies, or their number depends on loads
+    (``survival_share``), base copies may move, too."""
     counts = [plan.replica_counts(layer) for layer in range(len(plan.slots))]
-    kept = min_replicas if plan.algorithm == OverlapSearch.name else 0
-    return [sum(of_layer) - min(kept, *of_layer) * len(of_layer) for of_layer in counts]
+    base = None
+    if isinstance(algorithm, OverlapSearch):
+        base = algorithm.base_copies(counts, sum(map(len, plan.slots[0])), min_replicas)
+    if base is None or any(len(set(copies)) > 1 for copies in base):
+        return [sum(of_layer) for of_layer in counts]
+    return [sum(of_layer) - sum(copies) for of_layer, copies in zip(counts, base, strict=True)]
 
 
 def _optimizer_bytes(config: JobConfig, num_dense: int) -> tuple[int, int]:

@@ -164,11 +164,7 @@ def _switches(config: JobConfig, name: str) -> Iterator[KeyChange]:
 
 
 def _try(
-    config: JobConfig,
-    changes: Sequence[KeyChange],
-    nodes: Sequence[int],
-    inputs: JobInputs,
-    vocab_size: int | None,
+    config: JobConfig, changes: Sequence[KeyChange], nodes: Sequence[int], inputs: JobInputs, vocab_size: int | None
 ) -> list[Cost] | str:
     """Return the cost of losing each of ``nodes`` alone after ``changes``, or why the new configuration is invalid."""
     changed = config

@@ -55,14 +55,7 @@ class LivingState:
             num_bytes, sent_bytes = found
         # Not bitwise: fewer ranks add the same numbers in another order.
         return Cost.in_processes(
-            self.name,
-            loss,
-            facts,
-            0,
-            sent_bytes=sent_bytes,
-            lost_operators=(),
-            moved_bytes=num_bytes,
-            is_bitwise=False,
+            self.name, loss, facts, 0, sent_bytes=sent_bytes, lost_operators=(), moved_bytes=num_bytes, is_bitwise=False
         )
 
     def _cost_in_place(self, loss: Loss, facts: RecoveryFacts) -> Cost | Declined:

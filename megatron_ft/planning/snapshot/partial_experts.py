@@ -1,7 +1,6 @@
 """Policies whose windows capture only some experts, and copy the state of all other experts from an earlier window. So
 captures and transfers are smaller, but a recovery from such a window loses the newest updates of the other experts. A
-window has one slice and contains the whole state. The copies come from an earlier window in host memory.
-"""
+window has one slice and contains the whole state. The copies come from an earlier window in host memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -119,8 +119,8 @@ class PlanBasis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialPlan:
-    """How much a window captures: a number of experts completely, and all other experts without some components. The
-    completely captured experts are chosen when the window begins."""
+    """Extent of a window: it captures a number of experts completely, and all other experts without some components.
+    The completely captured experts are chosen when the window begins."""
 
     num_experts: int
     """Number of experts of each MoE layer that a window captures, on average over layers."""

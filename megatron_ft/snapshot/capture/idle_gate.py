@@ -60,7 +60,7 @@ class IdleGate:
         self._num_waits, self._usual_num_waits = 0, -1
         self._idle_seconds = self._last_wait_end = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=_NUM_ITERATIONS)
-        """For each of the newest iterations: total seconds of its waits; seconds from its last wait to its end."""
+        """Pair for each of the newest iterations: total seconds of its waits; seconds from its last wait to its end."""
         self._idle_rate = self._busy_rate = 0.0
         self._new = CopyTimes()
         """Bytes and durations of the copies that are not yet included in a copy rate (bytes per second)."""

@@ -447,8 +447,7 @@ class PeerBuffers:
     ) -> SendSlice | SendCommit | None:
         """Choose what to send next: a commit if one is due, otherwise the next slice of the oldest window that the peer
         lacks. Return None if there is nothing to send. Windows of ``generation`` are sent, and the newest committed
-        window of any generation, so that a new peer gets this window. Windows in ``given_up`` are not sent.
-        """
+        window of any generation, so that a new peer gets this window. Windows in ``given_up`` are not sent."""
         # A commit is sent before slices, because it frees the peer's other buffer for them.
         committed = self._wanted_commit(own)
         found = None if committed is None else self.find(committed.key)

@@ -256,8 +256,7 @@ def delete(path: Path) -> None:
 def sweep(folder: Path, *, before_iteration: int) -> list[Path]:
     """Delete what unfinished saves and deletions have left: partly deleted directories, and incomplete checkpoints of
     ``before_iteration`` and earlier iterations. Return the deleted directories. Call this when a checkpoint of
-    ``before_iteration`` is complete and no save is in progress.
-    """
+    ``before_iteration`` is complete and no save is in progress."""
     removed = []
     for entry in list(os.scandir(folder)) if folder.is_dir() else []:
         if entry.name.startswith(TRASH_PREFIX) and entry.is_dir(follow_symlinks=False):

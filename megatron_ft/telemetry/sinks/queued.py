@@ -98,8 +98,7 @@ class Step:
 class Steps:
     """Groups the records of each iteration into one step. A step is complete when the next iteration is reported.
     Records must be added oldest first. If an iteration is reported again, its new records replace its earlier records.
-    If the step of the iteration was already sent to the tracker, the new records are ignored instead.
-    """
+    If the step of the iteration was already sent to the tracker, the new records are ignored instead."""
 
     def __init__(self, *, sent: int) -> None:
         """Prepare to return only steps after ``sent``, the newest step that the tracker already has."""

@@ -1,14 +1,19 @@
 """Compares the report on a first placement with values computed by hand."""
 
+import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megatron_ft.config.job import JobConfig
 from megatron_ft.config.membership import JobInputs, ScheduledPlacement, derive_placement
 from megatron_ft.config.serialize import from_dict
 from megatron_ft.errors import DataError
-from megatron_ft.planning.placement.report import PlacementReport
+from megatron_ft.planning.placement.migration import MigrationPlan
+from megatron_ft.planning.placement.report import PlacementReport, _movable_copies
+from megatron_ft.planning.placement.stage import StageRequest, algorithm_of
 from megatron_ft.planning.render import _render_placement
 
 EXPERT_PARAMETERS = 3 * 8 * 16
@@ -26,6 +31,14 @@ def report(
     **placement: Any,
 ) -> PlacementReport:
     """Return the report for 2 layers of 4 experts. ``compact`` places the copies of 2 slots per rank on neighbours."""
+    config = config_of(nodes, algorithm, parallel or {}, link_bytes_per_second, placement)
+    stages = (parallel or {}).get("pipeline_model_parallel_size", 1)
+    return PlacementReport.of(config, inputs or JobInputs(), [NUM_DENSE] * stages)
+
+
+def config_of(
+    nodes: int, algorithm: str, parallel: dict[str, Any], link_bytes_per_second: float | None, placement: dict[str, Any]
+) -> JobConfig:
     config = from_dict(
         {
             "model": {
@@ -36,7 +49,7 @@ def report(
                 "moe_ffn_hidden_size": 16,
             },
             "launch": {"num_nodes": nodes, "ranks_per_node": 1},
-            "parallel": parallel or {},
+            "parallel": parallel,
             "topology": {"link_bytes_per_second": link_bytes_per_second},
             "placement": {
                 "algorithm": {"_target_": f"megatron_ft.planning.placement.{algorithm}"},
@@ -45,8 +58,7 @@ def report(
             },
         }
     )
-    stages = (parallel or {}).get("pipeline_model_parallel_size", 1)
-    return PlacementReport.of(derive_placement(config), inputs or JobInputs(), [NUM_DENSE] * stages)
+    return derive_placement(config)
 
 
 def test_bytes_count_each_set_of_weights_once() -> None:
@@ -134,9 +146,28 @@ def test_a_rebalance_is_predicted_from_the_copies_that_may_move() -> None:
     assert result.most_received_bytes == 2 * result.staged_bytes
     assert result.rebalance_seconds == result.most_received_bytes / 1000
     assert report(num_slots_per_rank=3).most_moved_bytes == 2 * 12 * result.staged_bytes
+
+
+def test_base_copies_may_move_if_there_are_no_extra_copies() -> None:
+    """With 2 slots on 4 ranks, each of 4 experts has ``min_replicas`` = 2 replicas."""
     exact = report(algorithm="overlap_search.OverlapSearch")
-    assert exact.most_moved_bytes == 0 and exact.rebalance_seconds is None
-    assert "no expert moves" in _render_placement(exact, "")
+    assert exact.most_moved_bytes == 2 * 8 * exact.staged_bytes and exact.rebalance_seconds is None
+    config = config_of(4, "overlap_search.OverlapSearch", {}, None, {})
+    held = tuple(tuple(frozenset(slots) for slots in layer) for layer in exact.stages[0].slots)
+    moved = []
+    for loads in itertools.permutations([8.0, 8.0, 1.0, 1.0]):
+        wanted, _ = StageRequest.of_job(config)[0].place(algorithm_of(config), [loads, loads], held)
+        moved.append(MigrationPlan.between(wanted, held, exact.staged_bytes).num_bytes)
+    assert 0 < max(moved) <= exact.most_moved_bytes
+
+
+def test_base_copies_may_move_if_their_number_depends_on_loads() -> None:
+    config = config_of(4, "overlap_search.OverlapSearch", {}, None, {"num_slots_per_rank": 3})
+    (plan,) = report(algorithm="overlap_search.OverlapSearch", num_slots_per_rank=3).stages
+    more = replace(algorithm_of(config), survival_share=0.8)
+    uneven = replace(plan, slots=tuple(((0, 1, 2), (0, 1, 3), (0, 2, 3), (0, 1, 2)) for _ in plan.slots))
+    assert _movable_copies(uneven, more, 2) == [12, 12]
+    assert _movable_copies(uneven, algorithm_of(config), 2) == [4, 4]
 
 
 def test_text_names_what_people_look_for() -> None:
