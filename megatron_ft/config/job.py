@@ -58,11 +58,11 @@ class DataConfig:
     train: list[str] = field(default_factory=lambda: ["python-stdlib"])
     """Sources of training tokens."""
     train_weights: list[float] | None = None
-    """Relative weights of the training sources. If null, each source is weighted by its number of tokens."""
+    """Relative weights of the training sources. If null, each source is weighted by its number of samples."""
     valid: list[str] = field(default_factory=list)
     """Sources of validation tokens. If empty, ``valid_fraction`` of each training source is used."""
     valid_weights: list[float] | None = None
-    """Relative weights of the validation sources. If null, each source is weighted by its number of tokens."""
+    """Relative weights of the validation sources. If null, each source is weighted by its number of samples."""
     valid_fraction: float = 0.02
     """Share of each training source, at its end, that is used only for validation. No effect if ``valid`` is given."""
     tokenizer: str = "bytes"

@@ -1,8 +1,8 @@
 """Plans copies of optimizer state: every shard has owners in distinct failure domains.
 
-The number of ranks that compute with an operator and the number of copies of its optimizer state are independent. The
-optimizer state of an operator is cut into one shard for each computing rank, and every shard has f owners in f distinct
-failure domains. The owners are chosen cyclically, so any number of ranks is possible.
+The optimizer state of an operator is cut into one shard for each computing rank, and every shard has f owners in f
+distinct failure domains. The owners are chosen cyclically, so any number of ranks is possible. In a job, every rank
+with a replica of an expert has the whole state of the expert; only owners without a replica keep copies of it.
 """
 
 import hashlib

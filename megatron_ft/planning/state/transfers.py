@@ -358,8 +358,7 @@ class TransferPlan:
         )
 
     def digest(self) -> str:
-        """Return a hash of all transfers and kept ranges, which ranks compare before they begin."""
-        # If ranks disagreed about a transfer, they would wait for each other until a timeout.
+        """Return a hash of all transfers and kept ranges. It is equal if two plans are equal."""
         found = hashlib.blake2b(digest_size=16)
         kept = self.kept
         order = np.lexsort((kept.start, kept.rank))
