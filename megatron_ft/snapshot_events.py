@@ -66,8 +66,8 @@ class WindowCommitted(Record):
     lost_share: float | None = None
     """Share of all training tokens whose expert updates were lost so far (PLT). None if windows have all experts."""
     owed_share: float | None = None
-    """Lost tokens for which experts have not processed additional tokens yet, as a share of the whole training's
-    tokens; a part of ``lost_share``. None without ``snapshot.repay_capacity_share``."""
+    """Share of the whole training's tokens that are lost and not repaid: experts have not yet processed additional
+    tokens in their place. A part of ``lost_share``. None without ``snapshot.repay_capacity_share``."""
     stored_at_risk_share: float | None = None
     """Share of the whole training's tokens whose expert updates would be lost if a recovery used the newest window on
     storage. Only present if windows on storage have fewer experts than windows in memory

@@ -134,7 +134,7 @@ class _Machine:
     open_since: float = 0.0
     """Time at which the present connection began. The connection closes after ``DOUBT_SECONDS`` without an answer."""
     is_reported: bool = False
-    """Whether a message has reported that this machine has never answered."""
+    """Whether the log already says that this machine has never answered."""
 
     def has_answered_since(self, past: float) -> bool:
         """Whether the connection has stayed open since the time ``past``. Unanswered probes would close it."""

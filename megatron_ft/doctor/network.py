@@ -62,7 +62,7 @@ class NetworkFacts:
 
     @classmethod
     def observe(cls, needs: JobNeeds) -> "NetworkFacts":
-        """Observe the network. This function listens on ``launch.master_port`` for a moment."""
+        """Return this machine's interfaces, its port range, and whether ``launch.master_port`` can be bound."""
         interfaces = _interfaces()
         if needs.is_batch_job and needs.interface in interfaces:
             # IPv4 addresses come first, because the launcher prefers them, too.

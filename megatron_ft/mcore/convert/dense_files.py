@@ -231,7 +231,7 @@ class DenseReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredPart:
-    """A part of a tensor in the files. If the tensor stacks layers, experts or both, ``index`` selects one of them."""
+    """Part of a tensor in the files. If the tensor stacks layers or experts, ``index`` selects one of them."""
 
     name: str
     part: ChunkStorageMetadata
@@ -362,7 +362,7 @@ class _Sparse(io.RawIOBase):
         return len(data)
 
     def frame(self, value_bytes: int) -> _Frame:
-        """Return the bytes before and after the range that ``seek`` skipped, which must have ``value_bytes`` bytes."""
+        """Return the bytes before and after the range that ``seek`` skipped, which is ``value_bytes`` long."""
         found = _Frame(head=bytes(self._before), value_bytes=value_bytes, tail=bytes(self._after))
         assert found.num_bytes == self._position, f"torch skipped other bytes than the {value_bytes} of the values"
         return found

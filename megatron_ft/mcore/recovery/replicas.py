@@ -185,9 +185,9 @@ class ElasticTrainer(KeptLayoutTrainer):
     def _present(
         self, carried: Carried | None, groups: Groups
     ) -> tuple[list[RankStatus], list[str], list[Moved | None], list[dict[str, Any] | None]]:
-        """Gather four values of each rank. Return a list for each: the rank's status; the fingerprint of its samples;
-        its model part and experts, None if no experts have moved since its placement was recorded; the description of
-        its optimizer shards (``Shards.statement``), None if it has no shards."""
+        """Gather four values of each rank. Return four lists with one entry for each rank: its status; the fingerprint
+        of its samples; its model part and experts, or None unless experts have moved since its placement was recorded;
+        the description of its optimizer shards (``Shards.statement``), or None without shards."""
         status = RankStatus.of(() if carried is None else carried.holdings, self.spared).to_json()
         has_moved = carried is not None and carried.has_moved
         experts = [carried.part, list(by_expert(carried.state))] if carried is not None and has_moved else None

@@ -415,8 +415,8 @@ def _held(
 
 
 def _code_buffers(shards: Iterable[StateShard], held: Mapping[Part, _Held]) -> dict[Part, tuple[int, QuantizedTensor]]:
-    """Allocate codes and scales for the weights that this rank captures in FP8. Return them by weight, with the index
-    of their first element in the weight."""
+    """Allocate codes and scales for the weights that this rank captures in FP8. Return, for each weight, the index of
+    the first captured element, and the tensor of codes and scales."""
     ranges: dict[Part, tuple[int, int]] = {}
     for shard in shards:
         part = (shard.parameter, shard.tensor_part)

@@ -322,8 +322,8 @@ def _too_few(former: ParallelLayout, num_groups: int, num_alive: int, limits: La
 def _substitutes(
     former: ParallelLayout, alive: Collection[int], free: Sequence[int], node_of: Mapping[int, int]
 ) -> dict[int, int]:
-    """Choose a free process to replace each lost rank, if possible a process on the same node. Processes on other nodes
-    are used only if there are enough for all lost ranks. If possible, one spare node replaces one lost node."""
+    """Choose a free process to replace each lost rank, if possible a process on the same node. If there are fewer
+    free processes than lost ranks, none on other nodes is used. If possible, one spare node replaces one lost node."""
     lost = sorted((rank for rank in former.ranks if rank not in alive), key=lambda rank: (node_of[rank], rank))
     by_node: dict[int, list[int]] = {}
     for rank in free:

@@ -1,4 +1,4 @@
-"""Recovery strategy ``localized_replay``: only pipeline stages that lost a rank replay (``recovery.keep_layout``).
+"""Recovery strategy ``localized_replay``: a replay by the pipeline stages that lost a rank (``recovery.keep_layout``).
 
 Other processes take the places of lost ranks. If living ranks have all state that these places need, they send it to
 the new processes, and no iteration runs again. Otherwise all ranks of the stage go back to the newest committed window.

@@ -74,7 +74,7 @@ class SnapshotPolicy(Protocol):
 
     @property
     def trigger(self) -> ReorderTrigger | None:
-        """Change of token counts after which ``replan`` makes a new order; None if the order uses no token counts."""
+        """Changes of token counts above which ``replan`` orders operators again; None if no counts are used."""
 
     def plan(self, demand: Demand, context: SnapshotContext) -> WindowPlan:
         """Plan windows that capture every operator of ``demand`` once.

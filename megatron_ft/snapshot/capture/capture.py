@@ -377,7 +377,7 @@ class WindowCapture:
 
     @property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Pieces of each slice."""
+        """Pieces (ranges of tensor elements) of each slice, in the order of slices."""
         return tuple(part.pieces for part in self._slices)
 
     def begin_slice(

@@ -315,7 +315,8 @@ def announce(window: HeldWindow, index: int, buffer: int, window_bytes: int) -> 
 
 
 def _read_announcement(message: Message, newest_generation: int) -> tuple[HeldWindow, Slice]:
-    """Read a message of ``announce``. Return the window, with an empty list of slices, and the slice, without hashes.
+    """Read the window and the slice that a message of ``announce`` describes. The window is returned without its list
+    of slices, and the slice without hashes.
 
     Raises:
         ControlError, CheckpointError: a field is missing or invalid.

@@ -125,8 +125,8 @@ class OnStorage:
     def after(
         cls, former: "OnStorage | None", window: HeldWindow, places: Sequence[WindowKey | None]
     ) -> "OnStorage | None":
-        """Return which file has each piece of ``window`` after it is written; None if ``window`` has several slices.
-        ``places`` is the result of ``file_of``: for each piece that was not written, the window whose file has it."""
+        """Return the files that have the pieces of ``window`` after it is written; None if it has several slices. For
+        pieces that earlier files have, ``places`` (from ``file_of``) contains the windows of these files."""
         if window.num_slices != 1:
             return None
         found = tuple(place or window.key for place in places) or (window.key,) * len(window.slices[0].pieces)

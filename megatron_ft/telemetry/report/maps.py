@@ -119,13 +119,13 @@ class _LayerLoads:
     columns: tuple[tuple[float, ...], ...]
     """Load by column (iterations) and row (experts): tokens divided by the mean per expert. Even load is 1."""
     busiest: int
-    """Expert with the most tokens in the newest column of iterations."""
+    """Expert with the most tokens in the newest iterations (last column)."""
     max_over_even: float
-    """Tokens of the busiest expert divided by the mean per expert, in the newest column of iterations."""
+    """Tokens of the busiest expert divided by the mean per expert, in the newest iterations (last column)."""
     min_over_even: float
-    """Tokens of the least busy expert divided by the mean per expert, in the newest column of iterations."""
+    """Tokens of the least busy expert divided by the mean per expert, in the newest iterations (last column)."""
     herfindahl: float
-    """Herfindahl-Hirschman index (sum of the experts' squared shares of tokens), in the newest column of iterations."""
+    """Herfindahl-Hirschman index (sum of the experts' squared token shares) in the newest iterations (last column)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
